@@ -89,7 +89,7 @@ def extra_flags() -> list[str]:
 
 
 def extension() -> setuptools.Extension:
-    """The extension module, its headers among the dependencies; torch's own headers are system headers (no warnings)."""
+    """The extension module, its headers among the dependencies; torch's own are system headers (no warnings)."""
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file())
     system_includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     return cpp_extension.CppExtension(
@@ -104,5 +104,7 @@ def extension() -> setuptools.Extension:
 
 if __name__ == "__main__":
     os.environ.setdefault("CXX", "g++")
+    # torch looks for ninja on PATH, where that of an environment that is not activated is missing.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     os.chdir(ROOT)
     setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})

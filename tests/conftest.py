@@ -1,0 +1,31 @@
+"""Fixtures and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test starts from the same seed and leaves the global seed, dtype and thread count as they were."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def set_threads() -> Callable[[int], None]:
+    """Sets torch's thread count for the rest of the test."""
+    return torch.set_num_threads
