@@ -59,7 +59,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
             self.extensions[0].extra_objects = list(pool.map(self.compile_kernel, isa_sources()))
         super().build_extensions()
-        info = {"torch": torch.__version__, "python": platform.python_version(), "compiler": compiler()}
+        info = {"torch": torch.__version__, "python": platform.python_version(), "compiler": " ".join(compiler())}
         Path(self.build_lib, BUILD_INFO).write_text(json.dumps(info) + "\n")
 
     def compile_kernel(self, source: str) -> str:
@@ -69,7 +69,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         if newer_group([source, *headers, __file__], str(target)):
             target.parent.mkdir(parents=True, exist_ok=True)
             flags = [*KERNEL_FLAGS, *ISA_FLAGS[source], *WARNINGS, *extra_flags()]
-            self.spawn([compiler(), *flags, "-c", source, "-o", str(target)])
+            self.spawn([*compiler(), *flags, "-c", source, "-o", str(target)])
         return str(target)
 
     def copy_extensions_to_source(self) -> None:
@@ -78,9 +78,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         self.copy_file(str(Path(self.build_lib, BUILD_INFO)), str(ROOT / BUILD_INFO))
 
 
-def compiler() -> str:
-    """The C++ compiler that torch's build uses too."""
-    return str(cpp_extension.get_cxx_compiler())
+def compiler() -> list[str]:
+    """The command of the C++ compiler, the one that torch's build takes too."""
+    return shlex.split(os.environ.get("CXX", "g++"))
 
 
 def extra_flags() -> list[str]:

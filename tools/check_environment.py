@@ -25,9 +25,7 @@ def python_problem() -> str | None:
     if missing:
         return f"Python's venv module is missing: install it (Debian, Ubuntu: apt install python{version}-venv)"
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        return (
-            f"Python's C headers (Python.h) are missing: install them (Debian, Ubuntu: apt install python{version}-dev)"
-        )
+        return f"Python.h is missing: install Python's C headers (Debian, Ubuntu: apt install python{version}-dev)"
     return None
 
 
@@ -43,6 +41,6 @@ def compiler_problem() -> str | None:
 
 
 if __name__ == "__main__":
-    problem = python_problem() or compiler_problem()
-    if problem:
-        sys.exit(f"mha_ext cannot be built here: {problem}")
+    problems = [problem for problem in (python_problem(), compiler_problem()) if problem]
+    if problems:
+        sys.exit("\n".join(f"mha_ext cannot be built here: {problem}" for problem in problems))
