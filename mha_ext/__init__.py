@@ -1,0 +1,44 @@
+"""Multi-head attention for PyTorch: C++ kernels, a drop-in ``nn.MultiheadAttention``, and the equations behind them.
+
+>>> import torch, mha_ext
+>>> attention = mha_ext.MultiheadAttention(embed_dim=32, num_heads=4, batch_first=True)
+>>> x = torch.randn(2, 10, 32)
+>>> output, _ = attention(x, x, x, need_weights=False, is_causal=True)
+>>> output.shape
+torch.Size([2, 10, 32])
+"""
+
+from mha_ext import _flops as _flops  # registers the operation counts
+from mha_ext import functional, reference
+from mha_ext._C import available_cpu_capabilities, build_info, cpu_capability, set_cpu_capability
+from mha_ext.chapter import (
+    attention_backward,
+    attention_forward,
+    combine_heads,
+    multi_head_attention_backward,
+    multi_head_attention_forward,
+    split_heads,
+)
+from mha_ext.cost import parameter_count, self_attention_flops, shape_trace
+from mha_ext.module import MultiheadAttention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MultiheadAttention",
+    "attention_backward",
+    "attention_forward",
+    "available_cpu_capabilities",
+    "build_info",
+    "combine_heads",
+    "cpu_capability",
+    "functional",
+    "multi_head_attention_backward",
+    "multi_head_attention_forward",
+    "parameter_count",
+    "reference",
+    "self_attention_flops",
+    "set_cpu_capability",
+    "shape_trace",
+    "split_heads",
+]

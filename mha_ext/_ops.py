@@ -1,0 +1,325 @@
+"""The operators of ``torch.ops.mha_ext``, typed; nothing else in the package touches that namespace.
+
+Importing this module loads ``mha_ext._C``, which registers them. Tensors have four axes here: query ``(B, H, T, D)``,
+key ``(B, H_kv, S, D)``, value ``(B, H_kv, S, D_v)``; bool ``attn_mask``: True = may attend; bool ``key_padding_mask``:
+True = ignore; ``causal``: 0 none, 1 aligned to the upper left corner, 2 to the lower right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_weights",
+    "attention_weights_backward",
+    "draw_seed",
+    "multi_head_attention",
+    "multi_head_attention_backward",
+    "operators",
+]
+
+
+def _load_failure(error: ImportError) -> ImportError:
+    """The reason why the extension did not load, with what it was built for, what is running, and what to do."""
+    record = Path(__file__).with_name("_build_info.json")
+    built_for = json.loads(record.read_text())["torch"] if record.exists() else None
+    running = torch.__version__
+    if built_for is None:
+        what = f"the compiled extension mha_ext._C is missing (running torch {running})"
+    elif built_for != running:
+        what = f"the compiled extension mha_ext._C was built for torch {built_for}, but torch {running} is running"
+    else:
+        what = f"the compiled extension mha_ext._C, built for torch {built_for}, does not load with torch {running}"
+    remedy = "rebuild it: make build in a checkout, or pip install --no-build-isolation --force-reinstall --no-deps ."
+    return ImportError(f"{what}; {remedy} ({error})", name=error.name, path=error.path)
+
+
+try:
+    import mha_ext._C  # noqa: F401  (registers the operators)
+except ImportError as error:
+    raise _load_failure(error) from error
+
+operators = torch.ops.mha_ext
+_attention = operators.attention.default
+_attention_backward = operators.attention_backward.default
+_attention_weights = operators.attention_weights.default
+_attention_weights_backward = operators.attention_weights_backward.default
+_multi_head_attention = operators.multi_head_attention.default
+_multi_head_attention_backward = operators.multi_head_attention_backward.default
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A dropout seed from torch's generator: int64, one element."""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+    num_appended_keys: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale · Q Kᵀ + mask) V`` and the natural log-sum-exp of the masked scores.
+
+    Returns:
+        out ``(B, H, T, D_v)``, stored as ``(B, T, H, D_v)``, and lse ``(B, H, T)``, -inf where no key is visible.
+    """
+    result: tuple[Tensor, Tensor] = _attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+        num_appended_keys=num_appended_keys,
+    )
+    return result
+
+
+def attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+    num_appended_keys: int = 0,
+    output_mask: Sequence[bool] = (True, True, True, False, False),
+) -> tuple[Tensor | None, ...]:
+    """Gradients of :func:`attention` for query, key, value, attn_mask, key_padding_mask, as ``output_mask`` asks."""
+    result: tuple[Tensor | None, ...] = _attention_backward(
+        grad_out,
+        grad_lse,
+        query,
+        key,
+        value,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        out,
+        lse,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+        num_appended_keys=num_appended_keys,
+        output_mask=output_mask,
+    )
+    return result
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    lse: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+    num_appended_keys: int = 0,
+    average: bool = True,
+) -> Tensor:
+    """The weights (after dropout) that :func:`attention` used: ``(B, H, T, S)``, or their mean over heads."""
+    result: Tensor = _attention_weights(
+        query,
+        key,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        lse,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+        num_appended_keys=num_appended_keys,
+        average=average,
+    )
+    return result
+
+
+def attention_weights_backward(
+    grad_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    lse: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+    num_appended_keys: int = 0,
+    average: bool = True,
+    output_mask: Sequence[bool] = (True, True, False, False),
+) -> tuple[Tensor | None, ...]:
+    """Gradients of :func:`attention_weights` for query, key, attn_mask, key_padding_mask."""
+    result: tuple[Tensor | None, ...] = _attention_weights_backward(
+        grad_weights,
+        query,
+        key,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        lse,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+        num_appended_keys=num_appended_keys,
+        average=average,
+        output_mask=output_mask,
+    )
+    return result
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    in_proj_weight: Tensor,
+    in_proj_bias: Tensor | None,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    shared_inputs: int = 0,
+    batch_first: bool = True,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole layer (eq. 20.1) as one node: packed projections, attention, output projection.
+
+    Args:
+        query: ``(B, T, E)``, or ``(T, B, E)`` when not ``batch_first``.
+        key: ``(B, S, E)`` or ``(S, B, E)``.
+        value: as ``key``.
+        in_proj_weight: ``((H + 2 H_kv) D, E)``, rows in the order query, key, value.
+        in_proj_bias: ``((H + 2 H_kv) D,)``.
+        out_proj_weight: ``(E_out, H D)``.
+        out_proj_bias: ``(E_out,)``.
+        attn_mask: as in :func:`attention`.
+        key_padding_mask: as in :func:`attention`.
+        dropout_seed: as in :func:`attention`.
+        num_heads: H.
+        num_kv_heads: H_kv, divides H.
+        shared_inputs: 2 = query, key and value are one tensor, 1 = key and value are, 0 = all differ.
+        batch_first: the layout of inputs and output.
+        dropout_p: as in :func:`attention`.
+        causal: as in :func:`attention`.
+        scale: as in :func:`attention`.
+
+    Returns:
+        The output in the layout of the inputs, then what the backward pass reads: the projections q, k, v
+        (empty where packed into an earlier one), the attention output ``(B, T, H D)`` or ``(T, B, H D)``, and lse.
+    """
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _multi_head_attention(
+        query,
+        key,
+        value,
+        in_proj_weight,
+        in_proj_bias,
+        out_proj_weight,
+        out_proj_bias,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        shared_inputs=shared_inputs,
+        batch_first=batch_first,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+    )
+    return result
+
+
+def multi_head_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    in_proj_weight: Tensor,
+    in_proj_bias: Tensor | None,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    shared_inputs: int = 0,
+    batch_first: bool = True,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+    output_mask: Sequence[bool] = (True,) * 7 + (False, False),
+) -> tuple[Tensor | None, ...]:
+    """Gradients of :func:`multi_head_attention` for its first seven arguments and the two masks, in that order.
+
+    Where inputs are shared, the gradient of all of them is the first one's (query's, or key's).
+    """
+    result: tuple[Tensor | None, ...] = _multi_head_attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        in_proj_weight,
+        in_proj_bias,
+        out_proj_weight,
+        out_proj_bias,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        q,
+        k,
+        v,
+        context,
+        lse,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        shared_inputs=shared_inputs,
+        batch_first=batch_first,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+        output_mask=output_mask,
+    )
+    return result

@@ -1,0 +1,126 @@
+"""Checks on a layer's arguments, made once and before any work; every message names argument, expected and given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["LayerSizes", "dropout_probability", "head_dim", "layer_sizes", "same_kind", "unsupported"]
+
+
+class LayerSizes(NamedTuple):
+    """Sizes of one call of the layer."""
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    batched: bool
+
+
+def _require_width(where: str, name: str, tensor: Tensor, width: int, width_name: str) -> None:
+    if tensor.shape[-1] != width:
+        raise ValueError(f"{where}: {name} must have last size {width} ({width_name}), got shape {tuple(tensor.shape)}")
+
+
+def layer_sizes(
+    where: str, inputs: tuple[Tensor, Tensor, Tensor], widths: tuple[int, int, int], batch_first: bool
+) -> LayerSizes:
+    """Sizes of query, key and value of a layer, ``(B, T, E)``, ``(T, B, E)`` or, unbatched, ``(T, E)``.
+
+    Args:
+        where: the function that is being called, for messages.
+        inputs: query, key, value.
+        widths: the last sizes they must have (``embed_dim``, ``kdim``, ``vdim``).
+        batch_first: the layout of batched inputs.
+
+    Raises:
+        ValueError: ranks, last sizes, batch sizes or the lengths of key and value do not fit.
+    """
+    query, key, value = inputs
+    rank = query.dim()
+    if rank not in (2, 3):
+        raise ValueError(f"{where}: query must be 2-D (unbatched) or 3-D (batched), got {rank}-D")
+    _require_width(where, "query", query, widths[0], "embed_dim")
+    shape = query.shape
+    batch_axis = 0 if batch_first else 1
+    if query is key and key is value and widths[0] == widths[1] == widths[2]:
+        length = shape[1 - batch_axis] if rank == 3 else shape[0]
+        return LayerSizes(shape[batch_axis] if rank == 3 else 1, length, length, rank == 3)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dim() != rank:
+            raise ValueError(f"{where}: {name} must be {rank}-D like query, got {tensor.dim()}-D")
+    _require_width(where, "key", key, widths[1], "kdim")
+    _require_width(where, "value", value, widths[2], "vdim")
+    if rank == 2:
+        if key.shape[0] != value.shape[0]:
+            raise ValueError(f"{where}: value must have key's length {key.shape[0]}, got {value.shape[0]}")
+        return LayerSizes(1, shape[0], key.shape[0], False)
+    batch, num_keys = shape[batch_axis], key.shape[1 - batch_axis]
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[batch_axis] != batch:
+            raise ValueError(f"{where}: {name} must have query's batch size {batch}, got {tensor.shape[batch_axis]}")
+    if value.shape[1 - batch_axis] != num_keys:
+        raise ValueError(f"{where}: value must have key's length {num_keys}, got {value.shape[1 - batch_axis]}")
+    return LayerSizes(batch, shape[1 - batch_axis], num_keys, True)
+
+
+def same_kind(where: str, inputs: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> None:
+    """Query, key and value have the parameters' dtype (unless autocast is on) and device.
+
+    Raises:
+        TypeError: a dtype differs.
+        ValueError: a device differs.
+    """
+    dtype, device = weight.dtype, weight.device
+    previous = None
+    for name, tensor in zip(("query", "key", "value"), inputs, strict=True):
+        if tensor is previous:
+            continue
+        previous = tensor
+        if tensor.device != device:
+            raise ValueError(f"{where}: {name} must be on the parameters' device {device}, got {tensor.device}")
+        if tensor.dtype != dtype and not torch.is_autocast_enabled(device.type):
+            raise TypeError(f"{where}: {name} must have the parameters' dtype {dtype}, got {tensor.dtype}")
+
+
+def dropout_probability(where: str, name: str, probability: float) -> None:
+    """A dropout probability lies in [0, 1).
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"{where}: {name} must be in [0, 1), got {probability}")
+
+
+def head_dim(where: str, embed_dim: int, num_heads: int, num_kv_heads: int, given: int | None) -> int:
+    """The width of a head: ``given``, or what ``embed_dim`` leaves for each.
+
+    Raises:
+        ValueError: a size is not positive, or does not divide what it must.
+    """
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if size <= 0:
+            raise ValueError(f"{where}: {name} must be greater than 0, got {size}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{where}: num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
+    if given is None:
+        if embed_dim % num_heads:
+            raise ValueError(f"{where}: embed_dim {embed_dim} is not divisible by num_heads {num_heads}")
+        return embed_dim // num_heads
+    if given <= 0:
+        raise ValueError(f"{where}: head_dim must be greater than 0, got {given}")
+    return given
+
+
+def unsupported(where: str, **options: object) -> None:
+    """Options that are part of the interface and not implemented stay None or False.
+
+    Raises:
+        NotImplementedError: one is set.
+    """
+    for name, option in options.items():
+        if option is not None and option is not False:
+            raise NotImplementedError(f"{where}: {name} must be left unset (it is not implemented), got {option!r}")

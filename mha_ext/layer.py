@@ -1,0 +1,229 @@
+"""The layer in pieces (eqs 20.1): projections into heads, appended keys, attention, heads into a context.
+
+Used where the one-node operator does not apply: weights are asked for, keys are appended, projections are separate, or
+the output projection is more than a plain linear layer. Same result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mha_ext import _ops, checks, masks
+
+__all__ = [
+    "Options",
+    "add_batch_axis",
+    "append_keys",
+    "attend",
+    "fused",
+    "project_packed",
+    "project_separate",
+    "resolve",
+    "shared_inputs",
+]
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class Options(NamedTuple):
+    """What one call asks of the attention; masks in the layer's conventions, or after ``resolve`` the operators'."""
+
+    attn_mask: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    causal: int = 0
+    need_weights: bool = False
+    average_weights: bool = True
+
+
+def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: int, device: torch.device) -> Options:
+    """The options with the masks in the operators' conventions and, where there is dropout, a seed drawn for it.
+
+    Raises:
+        TypeError: a mask is neither bool nor floating point.
+        ValueError: a mask's shape or device, or the dropout probability, does not fit.
+    """
+    attn_mask, key_padding_mask, dropout_p, _, causal, need_weights, average = options
+    if attn_mask is not None:
+        shape = (sizes.batch, num_heads, sizes.num_queries, sizes.num_keys)
+        attn_mask = masks.layer_mask(where, attn_mask, shape, device)
+    if key_padding_mask is not None:
+        key_padding_mask = masks.layer_padding(where, key_padding_mask, sizes.batch, sizes.num_keys, device)
+    seed = None
+    if dropout_p != 0.0:
+        checks.dropout_probability(where, "dropout", dropout_p)
+        seed = _ops.draw_seed(device)
+    return Options(attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average)
+
+
+def add_batch_axis(inputs: QKV, axis: int) -> QKV:
+    """Query, key and value with a batch axis of size 1; what was one tensor stays one tensor."""
+    query, key, value = inputs
+    q = query.unsqueeze(axis)
+    k = q if key is query else key.unsqueeze(axis)
+    v = k if value is key else value.unsqueeze(axis)
+    return q, k, v
+
+
+def shared_inputs(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """2 when query, key and value are one tensor, 1 when key and value are, else 0."""
+    if key is not value:
+        return 0
+    return 2 if query is key else 1
+
+
+def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
+    """``(B, T, H D)`` or ``(T, B, H D)`` as a ``(B, H, T, D)`` view."""
+    first, second, width = x.shape
+    x = x.view(first, second, num_heads, width // num_heads)
+    return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
+
+
+def _combine_heads(x: Tensor, batch_first: bool) -> Tensor:
+    """``(B, H, T, D)`` to ``(B, T, H D)``, a view where the operator wrote x, or contiguous ``(T, B, H D)``."""
+    x = x.transpose(1, 2) if batch_first else x.permute(2, 0, 1, 3)
+    first, second, num_heads, head_dim = x.shape
+    return x.reshape(first, second, num_heads * head_dim)
+
+
+def project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tuple[int, int], batch_first: bool) -> QKV:
+    """Query, key and value heads through one packed weight; inputs that are the same tensor share one product.
+
+    Args:
+        inputs: query, key, value, ``(B, T, E)`` or ``(T, B, E)``.
+        weight: ``((H + 2 H_kv) D, E)``, rows in the order query, key, value.
+        bias: ``((H + 2 H_kv) D,)``.
+        heads: H, H_kv.
+        batch_first: the layout of the inputs.
+
+    Returns:
+        ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
+    """
+    num_heads, num_kv_heads = heads
+    counts = (num_heads, num_kv_heads, num_kv_heads)
+    shared = shared_inputs(*inputs)
+    if shared == 2:
+        q, k, v = _split_heads(F.linear(inputs[0], weight, bias), sum(counts), batch_first).split_with_sizes(counts, 1)
+        return q, k, v
+    head_dim = weight.shape[0] // sum(counts)
+    groups = (num_heads, 2 * num_kv_heads) if shared == 1 else counts
+    rows = [count * head_dim for count in groups]
+    weights = weight.split_with_sizes(rows)
+    biases = (None,) * len(rows) if bias is None else bias.split_with_sizes(rows)
+    if shared == 0:
+        return project_separate(inputs, weights, biases, heads, batch_first)
+    q = _split_heads(F.linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
+    k, v = _split_heads(F.linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(
+        counts[1:], 1
+    )
+    return q, k, v
+
+
+def project_separate(
+    inputs: QKV,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    heads: tuple[int, int],
+    batch_first: bool,
+) -> QKV:
+    """Query, key and value heads, each through its own weight ``(H D, width of the input)`` and bias.
+
+    Returns:
+        ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
+    """
+    q, k, v = (
+        _split_heads(F.linear(x, weight, bias), num_heads, batch_first)
+        for x, weight, bias, num_heads in zip(inputs, weights, biases, (heads[0], heads[1], heads[1]), strict=True)
+    )
+    return q, k, v
+
+
+def append_keys(
+    k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, add_zero: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Keys and values with the learned pair and the zero pair behind them, and how many were appended.
+
+    Args:
+        k: ``(B, H_kv, S, D)``.
+        v: ``(B, H_kv, S, D)``.
+        bias_k: ``(1, 1, H_kv D)``, given with ``bias_v`` or not at all.
+        bias_v: as ``bias_k``.
+        add_zero: whether to append a key and value of zeros.
+    """
+    keys, values = [k], [v]
+    if bias_k is not None and bias_v is not None:
+        for parts, bias in ((keys, bias_k), (values, bias_v)):
+            batch, num_heads, _, head_dim = parts[0].shape
+            row = bias.to(parts[0].dtype).reshape(1, num_heads, 1, head_dim)
+            parts.append(row.expand(batch, num_heads, 1, head_dim))
+    if add_zero:
+        for parts in (keys, values):
+            batch, num_heads, _, head_dim = parts[0].shape
+            parts.append(parts[0].new_zeros(batch, num_heads, 1, head_dim))
+    if len(keys) == 1:
+        return k, v, 0
+    return torch.cat(keys, 2), torch.cat(values, 2), len(keys) - 1
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, num_appended_keys: int, batch_first: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention on heads: the context, heads combined, in the layer's layout, and the weights if they are wanted."""
+    mask, padding, dropout_p, seed, causal, need_weights, average = options
+    out, lse = _ops.attention(
+        q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
+    )
+    weights = None
+    if need_weights:
+        weights = _ops.attention_weights(
+            q,
+            k,
+            mask,
+            padding,
+            seed,
+            lse,
+            dropout_p=dropout_p,
+            causal=causal,
+            num_appended_keys=num_appended_keys,
+            average=average,
+        )
+    return _combine_heads(out, batch_first), weights
+
+
+def fused(
+    inputs: QKV,
+    parameters: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    options: Options,
+    heads: tuple[int, int],
+    batch_first: bool,
+) -> Tensor:
+    """The whole layer as one operator: no weights, no appended keys.
+
+    Args:
+        inputs: query, key, value, ``(B, T, E)`` or ``(T, B, E)``.
+        parameters: packed weight and bias of the input projections, weight and bias of the output projection.
+        options: resolved.
+        heads: H, H_kv.
+        batch_first: the layout of inputs and output.
+    """
+    query, key, value = inputs
+    return _ops.multi_head_attention(
+        query,
+        key,
+        value,
+        *parameters,
+        options.attn_mask,
+        options.key_padding_mask,
+        options.dropout_seed,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        shared_inputs=shared_inputs(query, key, value),
+        batch_first=batch_first,
+        dropout_p=options.dropout_p,
+        causal=options.causal,
+    )[0]

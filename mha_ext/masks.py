@@ -1,0 +1,134 @@
+"""From the mask conventions of PyTorch's module and functions to the operators': four axes, bool True = may attend.
+
+Everything is a view of the given mask, except the inversion of the module's bool masks, which costs one byte an
+element; masks are never expanded over heads or batch and never merged with padding.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+__all__ = ["broadcast_mask", "broadcast_padding", "layer_mask", "layer_padding"]
+
+
+def _require_dtype(where: str, name: str, mask: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{where}: {name} must be bool or floating point, got {mask.dtype}")
+
+
+def _require_device(where: str, name: str, mask: Tensor, device: torch.device) -> None:
+    if mask.device != device:
+        raise ValueError(f"{where}: {name} must be on query's device {device}, got {mask.device}")
+
+
+def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """The operators' mask from a layer's ``attn_mask`` (bool: True = may not attend).
+
+    Args:
+        where: the function that is being called, for messages.
+        mask: ``(T, S)``, ``(B * H, T, S)`` batch-major, ``(B, T, S)``, ``(B, H, T, S)``, ``(S,)``; size 1 where it does
+            not vary.
+        sizes: B, H, T, S.
+        device: where the mask must be.
+
+    Returns:
+        A mask broadcastable to ``(B, H, T, S)``, bool inverted (True = may attend).
+
+    Raises:
+        TypeError: neither bool nor floating point.
+        ValueError: the shape does not fit, or the device differs.
+    """
+    _require_dtype(where, "attn_mask", mask)
+    _require_device(where, "attn_mask", mask, device)
+    batch, num_heads, num_queries, num_keys = sizes
+    shape = mask.shape
+    rank = len(shape)
+    fits = rank in (1, 2, 3, 4) and shape[-1] in (1, num_keys) and (rank == 1 or shape[-2] in (1, num_queries))
+    if fits and rank == 3:
+        if shape[0] in (1, batch):
+            mask = mask.unsqueeze(1)
+        elif shape[0] == batch * num_heads:
+            mask = mask.view(batch, num_heads, *shape[1:])
+        else:
+            fits = False
+    elif fits and rank == 4:
+        fits = shape[0] in (1, batch) and shape[1] in (1, num_heads)
+    elif fits:
+        mask = mask.view(1, 1, *shape) if rank == 2 else mask.view(1, 1, 1, *shape)
+    if not fits:
+        raise ValueError(
+            f"{where}: attn_mask must have shape (T, S) = {(num_queries, num_keys)}, "
+            f"(B * num_heads, T, S) = {(batch * num_heads, num_queries, num_keys)}, "
+            f"(B, T, S) = {(batch, num_queries, num_keys)} or be broadcastable to "
+            f"(B, num_heads, T, S) = {(batch, num_heads, num_queries, num_keys)}, got {tuple(shape)}"
+        )
+    return mask.logical_not() if mask.dtype == torch.bool else mask
+
+
+def layer_padding(where: str, mask: Tensor, batch: int, num_keys: int, device: torch.device) -> Tensor:
+    """The operators' ``key_padding_mask`` from a layer's: ``(B, S)``, or ``(S,)`` for every example.
+
+    Raises:
+        TypeError: neither bool nor floating point.
+        ValueError: the shape does not fit, or the device differs.
+    """
+    _require_dtype(where, "key_padding_mask", mask)
+    _require_device(where, "key_padding_mask", mask, device)
+    shape = mask.shape
+    if len(shape) == 1 and shape[0] == num_keys:
+        return mask.unsqueeze(0)
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_keys:
+        expected = f"(B, S) = {(batch, num_keys)} or (S,) = {(num_keys,)}"
+        raise ValueError(f"{where}: key_padding_mask must have shape {expected}, got {tuple(shape)}")
+    return mask
+
+
+def _flatten_leading(mask: Tensor, lead: int, batch: tuple[int, ...]) -> Tensor:
+    """Merge a mask's axes for ``batch`` (its first ``lead``, 1 where missing) into one of size 1 or their product."""
+    rest = mask.shape[lead:]
+    if prod(mask.shape[:lead]) == 1 and prod(batch) != 0:
+        return mask.reshape(1, *rest)
+    return mask.expand(*batch, *rest).reshape(prod(batch), *rest)
+
+
+def broadcast_mask(where: str, mask: Tensor, batch: tuple[int, ...], sizes: tuple[int, int, int]) -> Tensor:
+    """The operators' mask from one that is broadcastable to ``(*batch, H, T, S)`` (bool: True = may attend).
+
+    Args:
+        where: the function that is being called, for messages.
+        mask: the mask.
+        batch: the leading sizes.
+        sizes: H, T, S.
+
+    Raises:
+        TypeError: neither bool nor floating point.
+        ValueError: the shape does not broadcast.
+    """
+    _require_dtype(where, "attn_mask", mask)
+    full = (*batch, *sizes)
+    shape = mask.shape
+    aligned = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) > len(full) or any(given not in (1, size) for given, size in aligned):
+        raise ValueError(f"{where}: attn_mask must be broadcastable to {full}, got {tuple(shape)}")
+    if len(shape) < 3:
+        mask = mask[(None,) * (3 - len(shape))]
+    return _flatten_leading(mask, mask.dim() - 3, batch)
+
+
+def broadcast_padding(where: str, mask: Tensor, batch: tuple[int, ...], num_keys: int) -> Tensor:
+    """The operators' ``key_padding_mask`` from one that is broadcastable to ``(*batch, S)`` (bool: True = ignore).
+
+    Raises:
+        TypeError: neither bool nor floating point.
+        ValueError: the shape does not broadcast.
+    """
+    _require_dtype(where, "key_padding_mask", mask)
+    shape = mask.shape
+    leading = zip(reversed(shape[:-1]), reversed(batch), strict=False)
+    misfit = any(given not in (1, size) for given, size in leading)
+    if not 1 <= len(shape) <= len(batch) + 1 or shape[-1] != num_keys or misfit:
+        raise ValueError(f"{where}: key_padding_mask must be broadcastable to {(*batch, num_keys)}, got {tuple(shape)}")
+    return _flatten_leading(mask, len(shape) - 1, batch)

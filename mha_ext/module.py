@@ -1,0 +1,292 @@
+"""``MultiheadAttention``: a drop-in for ``torch.nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from mha_ext import checks, layer, nested
+
+__all__ = ["MultiheadAttention"]
+
+_WHERE = "MultiheadAttention"
+_PLAIN_LINEAR = (NonDynamicallyQuantizableLinear, nn.Linear)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Multi-head attention (Vaswani et al. 2017): ``concat(O_1 ... O_H) W_O``, ``O_h = softmax(Q_h K_hᵀ / √D) V_h``.
+
+    Signature, attributes, parameters, initialisation (same seed, same values) and ``state_dict`` are those of
+    ``torch.nn.MultiheadAttention``; checkpoints load both ways. No tensor of T x S numbers is held unless weights are
+    asked for, and none per head unless they are asked for per head.
+
+    Args:
+        embed_dim: E, width of queries and output.
+        num_heads: H.
+        dropout: probability in [0, 1) of dropping an attention weight, in training only.
+        bias: learned biases of the input and output projections.
+        add_bias_kv: append a learned key and value to every sequence.
+        add_zero_attn: append a key and a value of zeros to every sequence.
+        kdim: width of keys, E by default.
+        vdim: width of values, E by default.
+        batch_first: inputs and output are ``(B, T, E)`` instead of ``(T, B, E)``.
+        device: where the parameters are created.
+        dtype: dtype of the parameters.
+        num_kv_heads: number of key and value heads, divides H; query head h uses head ``h // (H / num_kv_heads)``.
+            ``in_proj_weight`` then has ``(H + 2 num_kv_heads) * head_dim`` rows, in the order query, key, value.
+        head_dim: width of a head, ``E / H`` by default.
+        window: not implemented.
+        softcap: not implemented.
+        sink: not implemented.
+        qk_norm: not implemented.
+        rope: not implemented.
+
+    Raises:
+        ValueError: sizes are not positive or do not divide, or ``dropout`` is out of range.
+        NotImplementedError: an option that is not implemented is set.
+
+    Differs from PyTorch: a query with every key masked attends to nothing (attention output, weights and gradients are
+    0); what is stored behind a mask, NaN included, reaches nothing; ``is_causal`` needs no mask, and with one both
+    apply; appended keys are visible under it; floating masks may have any dtype, and masks more shapes; hooks and
+    adapters on ``out_proj`` act; train, eval and no-grad agree; the output is contiguous.
+
+    Example:
+        >>> import torch
+        >>> from mha_ext import MultiheadAttention
+        >>> attention = MultiheadAttention(16, 4, batch_first=True)
+        >>> x = torch.randn(2, 5, 16)
+        >>> out, weights = attention(x, x, x, is_causal=True)
+        >>> out.shape, weights.shape, weights[0, 0].tolist()
+        (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]), [1.0, 0.0, 0.0, 0.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        qk_norm: bool = False,
+        rope: Any = None,
+    ) -> None:
+        nn.Module.__init__(self)  # not the original's: it would create parameters of other shapes
+        checks.unsupported(_WHERE, window=window, softcap=softcap, sink=sink, qk_norm=qk_norm, rope=rope)
+        checks.dropout_probability(_WHERE, "dropout", dropout)
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = checks.head_dim(_WHERE, embed_dim, num_heads, self.num_kv_heads, head_dim)
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.add_zero_attn = add_zero_attn
+        self._packed = self.kdim == embed_dim and self.vdim == embed_dim
+        self._create_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
+        self._reset_parameters()
+
+    def _create_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
+        """Create the parameters in the original's order, which is also the order of their random numbers."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "q_proj_weight": None if self._packed else (width, self.embed_dim),
+            "k_proj_weight": None if self._packed else (kv_width, self.kdim),
+            "v_proj_weight": None if self._packed else (kv_width, self.vdim),
+            "in_proj_weight": (width + 2 * kv_width, self.embed_dim) if self._packed else None,
+            "in_proj_bias": (width + 2 * kv_width,) if bias else None,
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
+        self.out_proj = NonDynamicallyQuantizableLinear(width, self.embed_dim, bias=bias, **factory)
+        if add_bias_kv:
+            self.bias_k = nn.Parameter(torch.empty((1, 1, kv_width), **factory))
+            self.bias_v = nn.Parameter(torch.empty((1, 1, kv_width), **factory))
+        else:
+            self.bias_k = self.bias_v = None
+
+    def _reset_parameters(self) -> None:
+        """Initialise what this module owns, with the random numbers of the original."""
+        for name in ("in_proj_weight",) if self._packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            nn.init.xavier_uniform_(getattr(self, name))
+        if self.in_proj_bias is not None:
+            nn.init.constant_(self.in_proj_bias, 0.0)
+            nn.init.constant_(self.out_proj.bias, 0.0)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.xavier_normal_(bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter again, ``out_proj`` included: the values of a new module from the same seed."""
+        self.out_proj.reset_parameters()
+        self._reset_parameters()
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False for readers outside: PyTorch's encoder layer would otherwise read the weights and skip ``forward``."""
+        return False
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        """Assigning, as code written for the original may do, has no effect: the sizes say it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = {"batch_first": False, "kdim": state["embed_dim"], "vdim": state["embed_dim"], **state}
+        state.setdefault("num_kv_heads", state["num_heads"])
+        state["_packed"] = state["kdim"] == state["vdim"] == state["embed_dim"]
+        state.pop("_qkv_same_embed_dim", None)
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from their defaults, after ``embed_dim`` and ``num_heads``."""
+        shown = [f"{self.embed_dim}, {self.num_heads}"]
+        defaults = {
+            "dropout": 0.0,
+            "kdim": self.embed_dim,
+            "vdim": self.embed_dim,
+            "add_zero_attn": False,
+            "batch_first": False,
+            "num_kv_heads": self.num_heads,
+            "head_dim": self.embed_dim // self.num_heads,
+        }
+        shown += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        shown += ["bias=False"] if self.in_proj_bias is None else []
+        shown += ["add_bias_kv=True"] if self.bias_k is not None else []
+        return ", ".join(shown)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        kv_cache: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from queries to keys and values.
+
+        Args:
+            query: ``(T, B, E)``, ``(B, T, E)`` when ``batch_first``, or unbatched ``(T, E)``; or, when
+                ``batch_first``, a nested tensor of B parts ``(length, E)``, without masks.
+            key: ``(S, B, kdim)``, ``(B, S, kdim)``, ``(S, kdim)``, or nested like query.
+            value: ``(S, B, vdim)``, ``(B, S, vdim)``, ``(S, vdim)``, or nested like query.
+            key_padding_mask: ``(B, S)`` or ``(S,)``; bool, True = ignore the key; floating, added to the scores.
+            need_weights: also return the weights.
+            attn_mask: ``(T, S)``, ``(B * H, T, S)`` batch-major, ``(B, T, S)``, ``(B, H, T, S)``, ``(S,)``, with
+                size 1 where it does not vary; bool, True = may not attend; floating of any dtype, added to the scores.
+            average_attn_weights: the weights' mean over heads instead of one matrix a head.
+            is_causal: query i sees key j only if ``j <= i``, besides all masks; appended keys stay visible.
+            kv_cache: not implemented.
+
+        Returns:
+            The output, contiguous, in query's layout, and the weights after dropout, ``(B, T, S)`` averaged or
+            ``(B, H, T, S)`` (S including appended keys; no B when unbatched), or None.
+
+        Raises:
+            ValueError: shapes or devices do not fit.
+            TypeError: a dtype does not fit.
+            NotImplementedError: ``kv_cache`` is set.
+        """
+        if kv_cache is not None:
+            checks.unsupported(_WHERE, kv_cache=kv_cache)
+        inputs = (query, key, value)
+        dropout_p = self.dropout if self.training else 0.0
+        options = layer.Options(
+            attn_mask, key_padding_mask, dropout_p, None, int(is_causal), need_weights, average_attn_weights
+        )
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._attend_nested(inputs, options)
+        return self._attend(inputs, options)
+
+    def _attend(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
+        """The layer on dense inputs: as one operator where everything is plain, otherwise in pieces."""
+        batch_first = self.batch_first
+        packed = self.in_proj_weight if self._packed else None
+        sizes = checks.layer_sizes(_WHERE, inputs, (self.embed_dim, self.kdim, self.vdim), batch_first)
+        checks.same_kind(_WHERE, inputs, self.q_proj_weight if packed is None else packed)
+        options = layer.resolve(_WHERE, options, sizes, self.num_heads, inputs[0].device)
+        if not sizes.batched:
+            inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
+        heads = (self.num_heads, self.num_kv_heads)
+        appends = self.bias_k is not None or self.add_zero_attn
+        weights = None
+        if packed is None or options.need_weights or appends or not _is_plain(self.out_proj):
+            out, weights = self._in_pieces(inputs, packed, heads, options)
+        else:
+            out_proj = self.out_proj
+            parameters = (packed, self.in_proj_bias, out_proj.weight, out_proj.bias)
+            out = layer.fused(inputs, parameters, options, heads, batch_first)
+        if not sizes.batched:
+            out = out.squeeze(0 if batch_first else 1)
+            weights = None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _in_pieces(
+        self, inputs: layer.QKV, packed: Tensor | None, heads: tuple[int, int], options: layer.Options
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer step by step, calling ``out_proj`` as the module that it is."""
+        batch_first, bias = self.batch_first, self.in_proj_bias
+        if packed is None:
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            biases = (None,) * 3 if bias is None else bias.split_with_sizes([weight.shape[0] for weight in separate])
+            q, k, v = layer.project_separate(inputs, separate, biases, heads, batch_first)
+        else:
+            q, k, v = layer.project_packed(inputs, packed, bias, heads, batch_first)
+        k, v, appended = layer.append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)
+        context, weights = layer.attend(q, k, v, options, appended, batch_first)
+        return self.out_proj(context), weights
+
+    def _attend_nested(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
+        """The layer on nested inputs: padded, masked, and the output given back with query's lengths."""
+        if not all(tensor.is_nested for tensor in inputs):
+            raise ValueError(f"{_WHERE}: query, key and value must all be nested or all be dense, got a mixture")
+        if not self.batch_first:
+            raise ValueError(f"{_WHERE}: batch_first must be True for nested inputs, got False")
+        if options.attn_mask is not None or options.key_padding_mask is not None:
+            raise ValueError(f"{_WHERE}: attn_mask and key_padding_mask must be None for nested inputs, got a mask")
+        query, key, value = inputs
+        q, real_queries = nested.pad(query)
+        k, real_keys = (q, real_queries) if key is query else nested.pad(key)
+        v, real_values = (k, real_keys) if value is key else nested.pad(value)
+        if not torch.equal(real_keys, real_values):
+            raise ValueError(f"{_WHERE}: value must have key's lengths, got {real_values.sum(1).tolist()}")
+        out, weights = self._attend((q, k, v), options._replace(key_padding_mask=real_keys.logical_not()))
+        if weights is not None:
+            padding = real_queries.logical_not().unsqueeze(-1)
+            weights = weights.masked_fill(padding if options.average_weights else padding.unsqueeze(1), 0.0)
+        return nested.unpad(out, real_queries, query), weights
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling the module is no more than a linear map by its weight and bias: no hooks, no other forward."""
+    return type(module) in _PLAIN_LINEAR and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+        or nn_module._global_backward_hooks
+        or nn_module._global_backward_pre_hooks
+        or "forward" in module.__dict__
+    )
