@@ -1,0 +1,202 @@
+"""The operators as PyTorch sees them: schemas, fake and meta tensors, autograd registration, autocast, other roads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, Case, build, exact, ops, run
+from layer_cases import last_hidden, sequence
+from tolerances import assert_within, attention_limits
+from torch import Tensor
+
+NAMES = (
+    "attention",
+    "attention_backward",
+    "attention_weights",
+    "attention_weights_backward",
+    "multi_head_attention",
+    "multi_head_attention_backward",
+)
+CASES = [
+    Case(2, 4, 2, 5, 7, 8, 6),
+    Case(2, 4, 2, 5, 7, 8, 6, mask="bool:B1TS", padding="bool", causal=1),
+    Case(2, 4, 4, 5, 7, 8, 6, torch.float64, "float64:1HTS", "float64", 2, 1),
+    Case(2, 4, 2, 5, 7, 8, dropout_p=0.3),
+    Case(1, 2, 2, 6, 6, 8, dtype=torch.bfloat16, causal=1, layout="bthd"),
+]
+
+
+def needing_gradients(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    return [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
+
+
+def layer_tensors(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor | None]:
+    shapes = [(24, 12), (24,), (12, 12), (12,)]
+    return [torch.randn(s).to(dtype).requires_grad_() if bias or len(s) > 1 else None for s in shapes]
+
+
+# -------------------------------------------------------------------------------------------------------------- opcheck
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck_attention(case: Case) -> None:
+    problem = build(case)
+    torch.library.opcheck(ops.attention.default, needing_gradients(problem.tensors), problem.options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_opcheck_attention_backward(case: Case, with_lse: bool) -> None:
+    problem = build(case)
+    out, lse = ops.attention(*problem.tensors, **problem.options)
+    floats = [problem.attn_mask, problem.key_padding_mask]
+    wanted = [True, True, True, *[m is not None and m.is_floating_point() for m in floats]]
+    arguments = (problem.grad_out, problem.grad_lse if with_lse else None, *problem.tensors, out, lse)
+    torch.library.opcheck(ops.attention_backward.default, arguments, {**problem.options, "output_mask": wanted})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("average", [True, False])
+def test_opcheck_attention_weights_and_its_backward(case: Case, average: bool) -> None:
+    problem = build(case)
+    lse = ops.attention(*problem.tensors, **problem.options)[1]
+    rest = (problem.attn_mask, problem.key_padding_mask)
+    tensors = needing_gradients((problem.query, problem.key, *rest))
+    options = {**problem.options, "average": average}
+    torch.library.opcheck(ops.attention_weights.default, (*tensors, problem.dropout_seed, lse), options)
+    weights = ops.attention_weights(problem.query, problem.key, *rest, problem.dropout_seed, lse, **options)
+    wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest]]
+    arguments = (torch.randn_like(weights), problem.query, problem.key, *rest, problem.dropout_seed, lse)
+    torch.library.opcheck(ops.attention_weights_backward.default, arguments, {**options, "output_mask": wanted})
+
+
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck_multi_head_attention_and_its_backward(shared: int, batch_first: bool, bias: bool) -> None:
+    inputs = [torch.randn(2, 5, 12), torch.randn(2, 5, 12), torch.randn(2, 5, 12)][: 3 - shared]
+    inputs += [inputs[-1]] * shared
+    length = 5 if batch_first else 2
+    batch = 2 if batch_first else 5
+    weights = layer_tensors(bias=bias)
+    masks = (torch.randn(batch, 1, length, length), last_hidden(batch, length), None)
+    options: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "shared_inputs": shared, "batch_first": batch_first}
+    torch.library.opcheck(ops.multi_head_attention.default, (*inputs, *weights, *masks), {**options, "causal": 1})
+    with torch.no_grad():
+        out, *saved = ops.multi_head_attention(*inputs, *weights, *masks, **options)
+    wanted = [True, shared < 2, shared < 1, True, bias, True, bias, True, False]
+    backward = {**options, "dropout_p": 0.0, "causal": 0, "scale": None, "output_mask": wanted}
+    arguments = (torch.randn_like(out), *inputs, *[w if w is None else w.detach() for w in weights], *masks, *saved)
+    torch.library.opcheck(ops.multi_head_attention_backward.default, arguments, backward)
+
+
+# ---------------------------------------------------------------------------------------------------- meta and schemas
+def test_every_operator_has_its_schema_and_kernels() -> None:
+    for name in NAMES:
+        operator = getattr(ops, name).default
+        assert not operator._schema.is_mutable
+        for key in ("CPU", "Meta", "Autograd"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key), (name, key)
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CUDA"), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_meta_shapes_strides_and_dtypes_are_the_real_ones(layout: str, dtype: torch.dtype) -> None:
+    problem = build(Case(2, 4, 2, 5, 7, 8, 6, dtype, "float32:1HTS", "float32", 1, layout=layout))
+    moved = build(problem.case)
+    for name in ("query", "key", "value", "grad_out", "grad_lse", "attn_mask", "key_padding_mask"):
+        setattr(moved, name, getattr(problem, name).to("meta"))
+    real, fake = run(problem), run(moved)
+    for a, b in zip([real[0], real[1], *real[2].values()], [fake[0], fake[1], *fake[2].values()], strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) and b.device.type == "meta"
+
+
+def test_output_is_stored_batch_time_head() -> None:
+    for device in ("cpu", "meta"):
+        q = torch.empty(2, 4, 5, 8, device=device)
+        out, lse = ops.attention(q, q, q)
+        assert out.stride() == (160, 8, 32, 1) and lse.is_contiguous()
+
+
+def test_inputs_are_never_written() -> None:
+    problem = build(Case(2, 4, 2, 33, 70, 8, mask="float32:1HTS", padding="float32", causal=1, layout="packed"))
+    names = ("query", "key", "value", "grad_out", "grad_lse", "attn_mask", "key_padding_mask")
+    before = {n: getattr(problem, n).clone() for n in names}
+    run(problem)
+    assert all(torch.equal(getattr(problem, n), x) for n, x in before.items())
+
+
+def test_only_the_gradients_asked_for_come_back() -> None:
+    problem = build(Case(2, 2, 2, 5, 7, 8, mask="float32:11TS"))
+    out, lse = ops.attention(*problem.tensors)
+    for i in range(4):
+        wanted = [i == j for j in range(5)]
+        got = ops.attention_backward(
+            problem.grad_out, None, *problem.tensors, out, lse, **problem.options, output_mask=wanted
+        )
+        assert [g is not None and g.numel() > 0 for g in got] == wanted
+
+
+# ------------------------------------------------------------------------------------------------------------- autocast
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_in_the_lower_dtype(dtype: torch.dtype) -> None:
+    problem = build(Case(2, 4, 2, 9, 14, 8, mask="float32:11TS"))
+    with torch.autocast("cpu", dtype):
+        out, lse = ops.attention(*problem.tensors)
+    lowered = [x.to(dtype) for x in (problem.query, problem.key, problem.value)]
+    want, want_lse = ops.attention(*lowered, problem.attn_mask)
+    assert out.dtype == dtype and torch.equal(out, want) and torch.equal(lse, want_lse)
+    weights = layer_tensors()
+    x = torch.randn(2, 5, 12)
+    with torch.autocast("cpu", dtype):
+        out = ops.multi_head_attention(x, x, x, *weights, num_heads=4, num_kv_heads=2, shared_inputs=2)[0]
+    assert out.dtype == dtype
+    out.float().sum().backward()
+    assert all(w.grad.dtype == torch.float32 and w.grad.any() for w in weights)
+
+
+def test_autocast_brings_different_dtypes_together() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ops.attention(q, q.bfloat16(), q)[0]
+    assert out.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match=r"key must .*got"):
+        ops.attention(q, q.bfloat16(), q)
+
+
+# ---------------------------------------------------------------------------------- the other roads to the same numbers
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_composition_for_other_devices_gives_the_same_numbers(case: Case) -> None:
+    """The kernel that other devices use, run here on CPU tensors, forward and backward."""
+    problem = build(case)
+    truth = exact(problem)
+    limits = attention_limits(truth, case.dtype, case.heads_kv)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    out, lse = ops.attention.default.redispatch(keys, *problem.tensors, **problem.options)
+    assert_within(out, truth.out, limits["out"])
+    assert_within(lse, truth.lse, limits["lse"])
+    assert out.transpose(1, 2).is_contiguous()
+    wanted = [True, True, True, False, False]
+    grads = ops.attention_backward.default.redispatch(
+        keys, problem.grad_out, problem.grad_lse, *problem.tensors, out, lse, **problem.options, output_mask=wanted
+    )
+    for name, grad in zip(("query", "key", "value"), grads[:3], strict=True):
+        assert_within(grad, truth.grads[name], limits[name], name)
+
+
+def test_layer_operator_returns_what_its_backward_needs() -> None:
+    """q, k, v hold the projections once: packed when inputs are shared."""
+    weights = [w.detach().double() for w in layer_tensors()]
+    x, memory = sequence(2, 5, 12), sequence(2, 7, 12, 2)
+    for shared, inputs, shapes in (
+        (2, (x, x, x), [(2, 5, 24), (0,), (0,)]),
+        (1, (x, memory, memory), [(2, 5, 12), (2, 7, 12), (0,)]),
+        (0, (x, memory, memory.clone()), [(2, 5, 12), (2, 7, 6), (2, 7, 6)]),
+    ):
+        out, q, k, v, context, lse = ops.multi_head_attention(
+            *inputs, *weights, num_heads=4, num_kv_heads=2, shared_inputs=shared
+        )
+        assert [tuple(t.shape) for t in (q, k, v)] == shapes
+        assert context.shape == (2, 5, 12) and lse.shape == (2, 4, 5)
+        assert_within(torch.nn.functional.linear(context, weights[2], weights[3]), out, 1e-12)

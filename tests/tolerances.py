@@ -1,0 +1,171 @@
+"""How far a right result may lie from the exact one. Every limit is derived from rounding; none is tuned.
+
+Notation. ``u`` is the unit roundoff of the dtype a tensor is stored in, ``a`` that of the type the sums run in
+(float32, or float64 for float64). A sum of n products carries a relative error below ``min(n, LAMBDA * sqrt(n)) * a``:
+the first is the worst case, the second the probabilistic bound of Higham and Mary (2019), which with LAMBDA = 6 fails
+about once in 10^8 sums. All formulas are first order, elementwise, and evaluated in float64 on the exact operands of
+the problem at hand, so they grow with head size, key length and the magnitude of the operands and with nothing else.
+
+* score  s = scale q.k + bias      e_s  = growth(D) scale |q|.|k| + 4 a (scale |q|.|k| + |bias|)
+* log-sum-exp                      e_l  = sum_j p e_s + growth(S) + 4 a + 3 a |lse|
+* weight p = exp(s - lse)          e_p  = e_s + e_l + 2 a (|s| + |lse|) + 4 a              (relative)
+* output o = sum_j p v             e_o  = sum_j p |v| (e_p + growth(S) + h) + u |o|
+* delta = dO.o                     e_d  = growth(D_v) |dO|.|o| + |dO|.e_o
+* dP = dO.v                        e_dp = growth(D_v) |dO|.|v|
+* dS = p (dP - delta + dlse)       e_ds = (e_p + h) |dS| + p (e_dp + e_d + 3 a (|dP| + |delta| + |dlse|))
+* dQ, dK, dV, dbias: products with the errors above carried through, plus the growth of their own sum, plus u of the
+  result.
+
+``h`` is u for bfloat16 and float16, where a weight may be rounded to the storage type before it enters a product;
+otherwise 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAMBDA = 6.0
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over tensors of ``dtype`` have to run."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def growth(terms: int, dtype: torch.dtype) -> float:
+    """Relative error of a sum of ``terms`` products computed for tensors of ``dtype``."""
+    return min(terms, LAMBDA * terms**0.5) * roundoff(sum_dtype(dtype))
+
+
+@dataclass
+class Exact:
+    """One attention problem in float64, key and value heads already repeated for the query heads.
+
+    ``weights`` are the softmax weights before dropout, ``drop`` the factor dropout multiplies them with (0 or 1/(1-p)).
+    ``grad_scores`` is the exact gradient of the biased scores, (B, H, T, S).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    weights: Tensor
+    drop: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    grad_out: Tensor
+    grad_lse: Tensor
+    grads: dict[str, Tensor]
+
+    def grad_scores(self) -> Tensor:
+        d_weights = self.drop * (self.grad_out @ self.value.mT)
+        delta = (self.grad_out * self.out).sum(-1, keepdim=True)
+        return self.weights * (d_weights - delta + self.grad_lse[..., None])
+
+
+def fold_heads(grad: Tensor, heads: int) -> Tensor:
+    """Sum over the query heads that share a key/value head: (B, H, S, D) -> (B, heads, S, D)."""
+    return grad.unflatten(1, (heads, -1)).sum(2) if grad.shape[1] != heads else grad
+
+
+def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: bool = True) -> dict[str, Tensor]:
+    """Elementwise limits for out, lse and the gradients of query, key, value and the biased scores (see the module's
+    text)."""
+    u, a = roundoff(dtype), roundoff(sum_dtype(dtype))
+    h = u if dtype in (torch.bfloat16, torch.float16) else 0.0
+    tiny = torch.finfo(sum_dtype(dtype)).tiny
+    (queries, dim), (keys, dim_v) = exact.query.shape[-2:], exact.value.shape[-2:]
+    products = exact.scale * (exact.query.abs() @ exact.key.abs().mT)
+    bias = exact.bias.nan_to_num(neginf=0.0)
+    visible = exact.weights > 0
+    lse = exact.lse.nan_to_num(neginf=0.0)[..., None]
+    e_s = torch.where(visible, growth(dim, dtype) * products + 4 * a * (products + bias.abs()), 0.0)
+    e_l = (exact.weights * e_s).sum(-1, keepdim=True) + growth(keys, dtype) + 4 * a + 3 * a * lse.abs()
+    e_p = e_s + e_l + 2 * a * (products + bias.abs() + lse.abs()) + 4 * a
+    used = exact.weights * exact.drop
+    e_o = (used * (e_p + growth(keys, dtype) + h)) @ exact.value.abs() + u * exact.out.abs()
+    e_o = e_o + tiny * keys * exact.value.abs().amax((-1, -2), keepdim=True) if keys and dim_v else e_o
+    limits = {"out": e_o, "lse": e_l[..., 0]}
+    if not grads:
+        return limits
+    d_out = exact.grad_out.abs()
+    d_scores = exact.grad_scores().abs()
+    d_weights = exact.drop * (d_out @ exact.value.abs().mT)
+    delta = (d_out * exact.out.abs()).sum(-1, keepdim=True)
+    e_d = growth(dim_v, dtype) * delta + (d_out * e_o).sum(-1, keepdim=True)
+    e_dp = growth(dim_v, dtype) * d_weights
+    rest = e_dp + e_d + 3 * a * (d_weights + delta + exact.grad_lse.abs()[..., None])
+    e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny
+    shared = queries * (exact.query.shape[1] // max(kv_heads, 1))
+    query = exact.scale * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
+    key = exact.scale * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
+    value = (used * (e_p + h + growth(shared, dtype))).mT @ d_out
+    limits["query"] = query + tiny
+    limits["key"] = fold_heads(key, kv_heads) + u * exact.grads["key"].abs() + tiny
+    limits["value"] = fold_heads(value, kv_heads) + u * exact.grads["value"].abs() + tiny
+    limits["scores"] = e_ds
+    return limits
+
+
+def bias_limit(exact: Exact, e_ds: Tensor, shape: torch.Size, dtype: torch.dtype, mask_dtype: torch.dtype) -> Tensor:
+    """Limit for the gradient of a float mask of ``shape``: the broadcast sum of score gradients."""
+    columns = shape[-1] if shape[-1] != 1 else e_ds.shape[-1]
+    d_scores = exact.grad_scores()[..., :columns]
+    terms = max(1, d_scores.numel() // max(1, shape.numel()))
+    total = (e_ds[..., :columns] + growth(terms, dtype) * d_scores.abs()).sum_to_size(shape)
+    return total + roundoff(mask_dtype) * d_scores.sum_to_size(shape).abs()
+
+
+def assert_within(got: Tensor, want: Tensor, limit: Tensor | float, what: str = "result") -> None:
+    """Shapes equal, NaN and infinities in the same places, and elsewhere ``|got - want| <= limit``."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    got, want = got.detach().double(), want.detach().double()
+    assert torch.equal(got.isnan(), want.isnan()), (
+        f"{what}: {int(got.isnan().sum())} NaN, wanted {int(want.isnan().sum())}"
+    )
+    special = ~want.isfinite() | ~got.isfinite()
+    same = torch.where(special, got.nan_to_num() == want.nan_to_num(), True)
+    assert bool(same.all()), f"{what}: infinities in the wrong places"
+    error = torch.where(special, 0.0, (got - want).abs())
+    if not isinstance(limit, Tensor):
+        limit = torch.full_like(error, limit)
+    worst = error - limit.nan_to_num(nan=0.0).expand_as(error)
+    if worst.numel() and float(worst.max()) > 0:
+        i = int(worst.argmax())
+        place = tuple(int(j) for j in torch.unravel_index(torch.tensor(i), worst.shape))
+        raise AssertionError(
+            f"{what}{list(place)}: got {got.flatten()[i]:.9g}, wanted {want.flatten()[i]:.9g}, "
+            f"error {error.flatten()[i]:.3g} > limit {limit.expand_as(error).flatten()[i]:.3g}"
+        )
+
+
+def peer_limit(peer: Tensor, want: Tensor, dtype: torch.dtype) -> float:
+    """For a whole layer: twice the error PyTorch's own layer makes in the same dtype on the same input, and 4 u of the
+    scale.
+
+    A layer chains four products and a softmax; the first-order bound of such a chain is loose by orders of magnitude,
+    so the rounding error of another implementation of the same equations in the same dtype is the measure.
+    """
+    error = (peer.detach().double() - want.detach().double()).abs()
+    size = float(want.detach().abs().max()) if want.numel() else 0.0
+    return 2 * (float(error.max()) if error.numel() else 0.0) + 4 * roundoff(dtype) * size
+
+
+def double_limit(want: Tensor, terms: int) -> float:
+    """For float64 against another float64 computation of the same chain of products: ``terms`` roundings of the
+    largest number.
+
+    1000 leaves room for the four chained products and the exponential (its error is a few u); a fault in a mask, a
+    scale or an index is larger by ten orders of magnitude.
+    """
+    size = float(want.detach().abs().max()) if want.numel() else 0.0
+    return 1000 * growth(max(terms, 1), torch.float64) * max(size, 1.0)
