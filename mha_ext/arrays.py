@@ -38,9 +38,9 @@ def tensors(where: str, **arguments: object) -> list[Tensor]:
     return result
 
 
-def like(first: Tensor | npt.NDArray[Any], x: Tensor | None) -> Any:
+def like(first: Tensor | npt.NDArray[Any], x: Tensor) -> Any:
     """A result, as a NumPy array if the first argument was one."""
-    return x if x is None or isinstance(first, Tensor) else x.numpy()
+    return x if isinstance(first, Tensor) else x.numpy()
 
 
 def require(condition: bool, message: str) -> None:

@@ -57,6 +57,7 @@ class AttentionCache:
         out: (B, H, T, D_v).
         lse: (B, H, T), log-sum-exp of each query's scores.
         shapes: the shapes of Q, K, V and of the mask as the caller gave them.
+        array_mask: whether the caller's mask was a NumPy array.
     """
 
     query: Tensor
@@ -66,6 +67,7 @@ class AttentionCache:
     out: Tensor
     lse: Tensor
     shapes: tuple[tuple[int, ...], ...]
+    array_mask: bool
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def attention_backward(grad_O: Array, cache: AttentionCache, *, return_grad_mask
     Args:
         grad_O: gradient of the output, in its shape.
         cache: from the forward pass.
-        return_grad_mask: also return the gradient of a float mask, in its shape and dtype (None for other masks).
+        return_grad_mask: also return the gradient of a float mask, in its shape, dtype and kind (None for other masks).
 
     Returns:
         The gradients of Q, K and V, and of the mask if asked for.
@@ -172,8 +174,8 @@ def attention_backward(grad_O: Array, cache: AttentionCache, *, return_grad_mask
     (grad,) = tensors(where, grad_O=grad_O)
     require_like_output(where, "grad_O", grad, (*cache.shapes[0][:-1], cache.out.size(-1)), cache.out)
     with torch.no_grad():
-        results = _attend_backward(grad, cache, return_grad_mask)
-    return tuple(like(grad_O, x) for x in results)
+        results: list[Any] = _attend_backward(grad, cache, return_grad_mask)
+    return (*(like(grad_O, x) for x in results[:3]), *results[3:])
 
 
 def multi_head_attention_forward(
@@ -236,7 +238,7 @@ def multi_head_attention_backward(
     Args:
         grad_output: gradient of the output, (B, T, d_out).
         cache: from the forward pass.
-        return_grad_mask: also return the gradient of a float mask, in its shape and dtype (None for other masks).
+        return_grad_mask: also return the gradient of a float mask, in its shape, dtype and kind (None for other masks).
 
     Returns:
         ``((grad_Xq, grad_Xk, grad_Xv), (grad_W_Q, grad_W_K, grad_W_V, grad_W_O))``, and the gradient of the mask if
@@ -261,7 +263,7 @@ def multi_head_attention_backward(
     of_params = tuple(like(grad_output, w) for w in [*grads_w, grad_w_o])
     if not return_grad_mask:
         return of_inputs, of_params
-    return of_inputs, of_params, like(grad_output, grads[3])
+    return of_inputs, of_params, grads[3]
 
 
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
@@ -273,17 +275,19 @@ def _attend(where: str, qkv: list[Tensor], mask: Mask) -> tuple[Tensor, Attentio
     """The operator on any leading axes."""
     query, key, value = qkv
     _check_attention(where, query, key, value)
+    array_mask = not isinstance(mask, Tensor)
     if mask is not None:
         mask = tensor(where, "mask", mask)
     shapes = tuple(tuple(x.shape) for x in (*qkv, mask) if x is not None)
     q, k, v = (_four_axes(x) for x in qkv)
     four_axes_mask = None if mask is None else _four_axes_mask(where, mask, _all_axes(shapes))
     out, lse = _ops.attention(q, k, v, four_axes_mask)
-    return out.reshape(*shapes[0][:-1], value.size(-1)), AttentionCache(q, k, v, four_axes_mask, out, lse, shapes)
+    cache = AttentionCache(q, k, v, four_axes_mask, out, lse, shapes, array_mask)
+    return out.reshape(*shapes[0][:-1], value.size(-1)), cache
 
 
 def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> list[Any]:
-    """The gradients of Q, K and V in the caller's shapes and, if asked for, that of the mask (None unless float)."""
+    """The gradients of Q, K and V in the caller's shapes and, if asked for, that of the mask, as the caller gave it."""
     mask = cache.mask
     differentiable = mask is not None and mask.is_floating_point()
     *grads, grad_mask, _ = _ops.attention_backward(
@@ -293,8 +297,11 @@ def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> li
         output_mask=(True, True, True, with_mask and differentiable, False),
     )
     results: list[Any] = [cast(Tensor, x).reshape(shape) for x, shape in zip(grads, cache.shapes, strict=False)]
-    if with_mask:
-        results.append(_caller_mask(cast(Tensor, grad_mask), cache.shapes) if differentiable else None)
+    if with_mask and not differentiable:
+        results.append(None)
+    elif with_mask:
+        caller_mask = _caller_mask(cast(Tensor, grad_mask), cache.shapes)
+        results.append(caller_mask.numpy() if cache.array_mask else caller_mask)
     return results
 
 

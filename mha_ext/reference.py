@@ -147,11 +147,13 @@ def _probabilities(query: Tensor, key: Tensor, masks: _Masks, scale: float) -> t
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.repeat_interleave(num_heads // x.size(1), dim=1)
+    return x if x.size(1) == num_heads else x.repeat_interleave(num_heads // x.size(1), dim=1)
 
 
 def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
     batch, num_heads, keys, width = grad.shape
+    if num_heads == num_kv_heads:
+        return grad
     return grad.reshape(batch, num_kv_heads, num_heads // num_kv_heads, keys, width).sum(2)
 
 
