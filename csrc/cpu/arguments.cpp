@@ -1,0 +1,117 @@
+#include "arguments.h"
+
+#include <cmath>
+
+#include "dispatch.h"
+#include "schedule.h"
+
+namespace mha_ext::cpu {
+namespace {
+
+using kernels::AttentionParams;
+using kernels::ElementType;
+using kernels::MaskKind;
+using kernels::MaskView;
+
+ElementType element_type(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kDouble:
+      return ElementType::Float64;
+    case at::kFloat:
+      return ElementType::Float32;
+    case at::kBFloat16:
+      return ElementType::BFloat16;
+    case at::kHalf:
+      return ElementType::Float16;
+    default:
+      TORCH_CHECK_TYPE(false, "attention: dtype must be float64, float32, bfloat16 or float16, got ", t.scalar_type());
+  }
+}
+
+template <typename View, typename Data>
+View make_view(const at::Tensor& t, Data* data) {
+  View view;
+  view.data = data;
+  view.type = element_type(t);
+  view.stride_b = t.stride(0);
+  view.stride_h = t.stride(1);
+  view.stride_t = t.stride(2);
+  view.stride_d = t.stride(3);
+  return view;
+}
+
+// `mask` is 4-D and broadcastable; axes of size 1 get stride 0.
+MaskView mask_view(const at::Tensor& mask, bool true_hides) {
+  const auto stride = [&](int64_t axis) { return mask.size(axis) == 1 ? 0 : mask.stride(axis); };
+  MaskView view;
+  view.data = mask.const_data_ptr();
+  view.kind = mask.scalar_type() == at::kBool ? MaskKind::Bool : MaskKind::Float;
+  view.true_hides = true_hides;
+  view.stride_b = stride(0);
+  view.stride_h = stride(1);
+  view.stride_q = stride(2);
+  view.stride_k = stride(3);
+  return view;
+}
+
+at::Tensor in_compute_type(const at::Tensor& mask, at::ScalarType type) {
+  return mask.scalar_type() == at::kBool ? mask : mask.to(type);
+}
+
+void bind_dropout(const AttentionArguments& args, AttentionParams& p) {
+  if (args.dropout_p <= 0.0) return;
+  p.dropout = true;
+  p.drop_below = static_cast<uint32_t>(std::min(std::floor(args.dropout_p * 4294967296.0), 4294967295.0));
+  p.keep_scale = 1.0 / (1.0 - args.dropout_p);
+  p.seed = static_cast<uint64_t>(args.dropout_seed.item<int64_t>());
+}
+
+}  // namespace
+
+at::ScalarType compute_type(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+const kernels::KernelTable& kernels_for(at::ScalarType compute) {
+  const kernels::InstructionSet& set = instruction_set();
+  return compute == at::kDouble ? set.float64 : set.float32;
+}
+
+kernels::TensorView view_of(const at::Tensor& t) { return make_view<kernels::TensorView>(t, t.const_data_ptr()); }
+
+kernels::MutableTensorView mutable_view_of(const at::Tensor& t) {
+  return make_view<kernels::MutableTensorView>(t, t.mutable_data_ptr());
+}
+
+BoundArguments bind(const AttentionArguments& args) {
+  const at::ScalarType compute = compute_type(args.query);
+  BoundArguments bound;
+  AttentionParams& p = bound.params;
+  p.query = view_of(args.query);
+  p.key = view_of(args.key);
+  p.value = view_of(args.value);
+  p.batch = args.query.size(0);
+  p.heads = args.query.size(1);
+  p.kv_heads = args.key.size(1);
+  p.num_queries = args.query.size(2);
+  p.num_keys = args.key.size(2);
+  p.head_dim = args.query.size(3);
+  p.value_dim = args.value.size(3);
+  p.appended_keys = args.num_appended_keys;
+  p.causal = args.causal != kNotCausal;
+  p.causal_offset = args.causal == kLowerRight ? p.num_keys - p.appended_keys - p.num_queries : 0;
+  p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.query_block = query_block_size(p.num_queries, kernels_for(compute).vector_width);
+  bind_dropout(args, p);
+  if (args.attn_mask.defined()) {
+    bound.attn_mask = in_compute_type(args.attn_mask, compute);
+    p.masks[0] = mask_view(bound.attn_mask, /*true_hides=*/false);
+  }
+  if (args.key_padding_mask.defined()) {
+    bound.key_padding_mask = in_compute_type(args.key_padding_mask, compute).unsqueeze(1).unsqueeze(1);
+    p.masks[1] = mask_view(bound.key_padding_mask, /*true_hides=*/true);
+  }
+  return bound;
+}
+
+}  // namespace mha_ext::cpu

@@ -1,0 +1,24 @@
+// From the operators' checked arguments to the plain structs that kernels take.
+#pragma once
+
+#include "../attention.h"
+#include "kernels/kernel_table.h"
+
+namespace mha_ext::cpu {
+
+// float64 computes in float64, every other type in float32; lse has the compute type.
+at::ScalarType compute_type(const at::Tensor& query);
+const kernels::KernelTable& kernels_for(at::ScalarType compute);
+
+kernels::TensorView view_of(const at::Tensor& t);
+kernels::MutableTensorView mutable_view_of(const at::Tensor& t);
+
+// Kernel parameters, and the masks they point into: float masks in the compute type, padding as (B or 1, 1, 1, T_kv).
+struct BoundArguments {
+  kernels::AttentionParams params;
+  at::Tensor attn_mask, key_padding_mask;
+};
+
+BoundArguments bind(const AttentionArguments& args);
+
+}  // namespace mha_ext::cpu

@@ -1,0 +1,43 @@
+// attention on CPU: out = softmax(scale Q K^T + mask) V and its log-sum-exp, in memory linear in T.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "../checks.h"
+#include "../signatures.h"
+#include "arguments.h"
+#include "parallel.h"
+
+namespace mha_ext::cpu {
+namespace {
+
+AttentionResult attention(const AttentionArguments& args) {
+  check_attention("attention", args);
+  const BoundArguments bound = bind(args);
+  const kernels::AttentionParams& p = bound.params;
+  const at::ScalarType type = compute_type(args.query);
+  const at::Tensor out =
+      at::empty({p.batch, p.num_queries, p.heads, p.value_dim}, args.query.options()).transpose(1, 2);
+  const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
+  if (lse.numel() == 0) return {out, lse};
+
+  const kernels::KernelTable& kernel = kernels_for(type);
+  const kernels::ForwardParams forward{p, mutable_view_of(out), lse.mutable_data_ptr()};
+  const int64_t blocks = divide_up(p.num_queries, p.query_block);
+  const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
+                               static_cast<double>(p.head_dim + p.value_dim);
+  parallel_units(p.batch * p.heads * blocks, multiply_adds, kernel.forward_scratch_bytes(p),
+                 [&](int64_t unit, void* scratch) {
+                   const int64_t row = unit / blocks;
+                   // Last block first: under a causal mask it is the longest.
+                   const int64_t begin = (blocks - 1 - unit % blocks) * p.query_block;
+                   const int64_t count = std::min(p.query_block, p.num_queries - begin);
+                   kernel.forward_block(forward, {row / p.heads, row % p.heads, begin, count}, scratch);
+                 });
+  return {out, lse};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) { m.impl("attention", &attention_kernel<attention>); }
+
+}  // namespace mha_ext::cpu

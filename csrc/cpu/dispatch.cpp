@@ -1,0 +1,68 @@
+#include "dispatch.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstdlib>
+
+namespace mha_ext::cpu {
+namespace {
+
+using kernels::InstructionSet;
+
+// Weakest first.
+std::vector<const InstructionSet*> find_available() {
+  std::vector<const InstructionSet*> sets = {&kernels::kPortable};
+#ifdef MHA_EXT_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    sets.push_back(&kernels::kAvx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      sets.push_back(&kernels::kAvx512);
+    }
+  }
+#endif
+  return sets;
+}
+
+const std::vector<const InstructionSet*>& available() {
+  static const std::vector<const InstructionSet*> sets = find_available();
+  return sets;
+}
+
+const InstructionSet* find(const std::string& name) {
+  std::string names;
+  for (const InstructionSet* set : available()) {
+    if (name == set->name) return set;
+    names += names.empty() ? set->name : std::string(", ") + set->name;
+  }
+  TORCH_CHECK_VALUE(false, "set_cpu_capability: name must be one of ", names, " on this processor, got '", name, "'");
+}
+
+const InstructionSet* choose() {
+  const char* forced = std::getenv("MHA_EXT_CPU_CAPABILITY");
+  if (forced != nullptr && forced[0] != '\0') return find(forced);
+  return available().back();
+}
+
+std::atomic<const InstructionSet*>& current() {
+  static std::atomic<const InstructionSet*> set{choose()};
+  return set;
+}
+
+}  // namespace
+
+const InstructionSet& instruction_set() { return *current().load(std::memory_order_relaxed); }
+
+const char* cpu_capability() { return instruction_set().name; }
+
+std::vector<std::string> available_cpu_capabilities() {
+  std::vector<std::string> names;
+  for (const InstructionSet* set : available()) names.emplace_back(set->name);
+  return names;
+}
+
+void set_cpu_capability(const std::string& name) { current().store(find(name), std::memory_order_relaxed); }
+
+}  // namespace mha_ext::cpu

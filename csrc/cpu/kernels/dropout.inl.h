@@ -1,0 +1,48 @@
+// Dropout without a stored mask: whether query i of (b, h) keeps key j is a pure function of (seed, b, h, i, j), so
+// backward, any tile size and any number of threads find the same mask. `splitmix64` is Steele, Lea & Flood's (2014);
+// the 32-bit rounds follow the multiply-xorshift form of Wellons' "hash prospector".
+#pragma once
+
+#include "params.h"
+#include "simd.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+MHA_EXT_INLINE uint64_t splitmix64(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+MHA_EXT_INLINE uint64_t dropout_key(const AttentionParams& p, int64_t batch, int64_t head) {
+  return splitmix64(splitmix64(p.seed) ^ static_cast<uint64_t>(batch * p.heads + head));
+}
+
+template <class V>
+struct DropoutRow {  // one key against many queries
+  uint32_t first, second;
+  DropoutRow(uint64_t key, int64_t key_index) {
+    const uint64_t bits = splitmix64(key + static_cast<uint64_t>(key_index));
+    first = static_cast<uint32_t>(bits);
+    second = static_cast<uint32_t>(bits >> 32);
+  }
+
+  // Lanes set where queries query_index ... keep the key.
+  MHA_EXT_INLINE typename V::IntVec keep(int64_t query_index, uint32_t drop_below) const {
+    typename V::HashVec x;
+    for (int i = 0; i < V::kWidth; ++i) x[i] = static_cast<uint32_t>(i);
+    x = (x + static_cast<uint32_t>(query_index)) ^ first;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) + second;
+    x = x * 0x846ca68bu;
+    x = x ^ (x >> 16);
+    x = x * 0x9E3779B1u;
+    x = x ^ (x >> 15);
+    return V::lane_mask(reinterpret_cast<typename V::HashVec>(x >= drop_below));
+  }
+};
+
+}  // namespace
+}  // namespace mha_ext::kernels

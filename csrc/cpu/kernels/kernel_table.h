@@ -1,0 +1,37 @@
+// The list of entry points an instruction set offers, one table for float and one for double compute.
+#pragma once
+
+#include "params.h"
+
+namespace mha_ext::kernels {
+
+struct KernelTable {
+  // out and lse of one block of queries against all keys: O = softmax(scale Q K^T + mask) V.
+  void (*forward_block)(const ForwardParams&, const QueryBlock&, void* scratch);
+  size_t (*forward_scratch_bytes)(const AttentionParams&);
+
+  // Gradients of one key/value head over a range of its keys, from every query of its group of heads:
+  // dK and dV of the range complete, dQ complete when the range is the whole, else its share.
+  void (*backward_range)(const BackwardParams&, const KeyRange&, void* scratch);
+  size_t (*backward_scratch_bytes)(const AttentionParams&, int64_t range_keys);
+
+  // Adds dS of one block of queries against keys [key_begin, key_end) to the gradient of a mask.
+  void (*mask_gradient_block)(const BackwardParams&, const QueryBlock&, int64_t key_begin, int64_t key_end,
+                              const MaskGradientView&, void* scratch);
+  size_t (*mask_gradient_scratch_bytes)(const AttentionParams&);
+
+  int vector_width;  // lanes; blocks of queries are padded to a multiple of it
+};
+
+struct InstructionSet {
+  const char* name;
+  KernelTable float32, float64;
+};
+
+extern const InstructionSet kPortable;
+#ifdef MHA_EXT_X86
+extern const InstructionSet kAvx2;
+extern const InstructionSet kAvx512;
+#endif
+
+}  // namespace mha_ext::kernels

@@ -1,0 +1,98 @@
+// The one matrix product of all five attention products: C[m][n] (+)= sum_k A(m, k) * B[k][n].
+// B and C are row-major with n along the lanes, padded to whole vectors in our own scratch; A is read one scalar at a
+// time, so it may lie either way:
+//   ByRow     A(m, k) = a[m * lda + k]     S^T = K Q^T, dP^T = V dO^T, dV = P^T dO, dK = dS^T Q
+//   ByColumn  A(m, k) = a[k * lda + m]     O^T = V^T P^T, dQ^T = K^T dS^T
+// The register-blocked inner loop follows Goto & van de Geijn (2008), with the packing of A left out: a tile is small
+// enough to be read from cache as it lies.
+#pragma once
+
+#include "simd.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+enum class Lhs { ByRow, ByColumn };
+enum class Start { Zero, Add, Scale };  // what C holds before: nothing, a sum to add to, a sum to scale lane-wise first
+
+template <typename Scalar>
+struct GemmOperands {
+  const Scalar* a;
+  int64_t lda;
+  const Scalar* b;
+  int64_t ldb;
+  Scalar* c;
+  int64_t ldc;
+  int64_t depth;                 // k; may be zero
+  const Scalar* factor = nullptr;  // Start::Scale: one factor a lane
+};
+
+template <class V, Lhs kLhs, Start kStart, int kCols>
+MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_t row, int64_t col) {
+  using Vec = typename V::Vec;
+  using Scalar = typename V::Scalar;
+  constexpr int R = V::kGemmRows;
+  Scalar* c = g.c + row * g.ldc + col;
+  Vec acc[R][kCols];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kCols; ++j) {
+      acc[r][j] = V::zero();
+      if (kStart == Start::Add) acc[r][j] = V::load(c + r * g.ldc + j * V::kWidth);
+      if (kStart == Start::Scale) {
+        acc[r][j] = V::load(c + r * g.ldc + j * V::kWidth) * V::load(g.factor + col + j * V::kWidth);
+      }
+    }
+  }
+  const Scalar* b = g.b + col;
+  const Scalar* a = kLhs == Lhs::ByRow ? g.a + row * g.lda : g.a + row;
+  for (int64_t k = 0; k < g.depth; ++k) {
+    Vec rhs[kCols];
+#pragma GCC unroll 4
+    for (int j = 0; j < kCols; ++j) rhs[j] = V::load(b + j * V::kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec lhs = V::broadcast(kLhs == Lhs::ByRow ? a[r * g.lda] : a[r]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kCols; ++j) acc[r][j] += lhs * rhs[j];
+    }
+    b += g.ldb;
+    a += kLhs == Lhs::ByRow ? 1 : g.lda;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kCols; ++j) V::store(c + r * g.ldc + j * V::kWidth, acc[r][j]);
+  }
+}
+
+template <class V, Lhs kLhs, Start kStart, int kCols>
+__attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
+  for (int64_t row = 0; row < rows; row += V::kGemmRows) gemm_block<V, kLhs, kStart, kCols>(g, row, col);
+}
+
+// rows: a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels of at most kGemmCols
+// vectors, as even as they come (4 vectors at most 3 wide run as 2 + 2).
+template <class V, Lhs kLhs, Start kStart>
+void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols) {
+  static_assert(V::kGemmCols == 2 || V::kGemmCols == 3, "panels of one to three vectors");
+  int64_t left = cols / V::kWidth;
+  int64_t col = 0;
+  while (left > 0) {
+    const int64_t panels = (left + V::kGemmCols - 1) / V::kGemmCols;
+    const int64_t width = (left + panels - 1) / panels;
+    if (width == 1) {
+      gemm_panel<V, kLhs, kStart, 1>(g, rows, col);
+    } else if (width == 2) {
+      gemm_panel<V, kLhs, kStart, 2>(g, rows, col);
+    } else {
+      gemm_panel<V, kLhs, kStart, V::kGemmCols>(g, rows, col);
+    }
+    col += width * V::kWidth;
+    left -= width;
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels

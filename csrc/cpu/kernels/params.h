@@ -1,0 +1,93 @@
+// What a kernel is given: raw pointers, strides and sizes. No torch, no std containers: this header is included by
+// objects compiled for newer processors than the one that may run the rest of the library.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace mha_ext::kernels {
+
+enum class ElementType : int32_t { Float64, Float32, BFloat16, Float16 };
+
+// A (B, H, T, D) tensor in any layout; strides are in elements and may be zero or negative.
+struct TensorView {
+  const void* data = nullptr;
+  ElementType type = ElementType::Float32;
+  int64_t stride_b = 0, stride_h = 0, stride_t = 0, stride_d = 0;
+};
+
+struct MutableTensorView {
+  void* data = nullptr;
+  ElementType type = ElementType::Float32;
+  int64_t stride_b = 0, stride_h = 0, stride_t = 0, stride_d = 0;
+};
+
+enum class MaskKind : int32_t { None, Bool, Float };
+
+// A mask over (B, H, T_q, T_kv - appended_keys), broadcast by zero strides. A Float mask has the kernel's compute type
+// (float or double) and is added to the scores; minus infinity in it hides the pair. A Bool mask is one byte an entry:
+// nonzero shows the pair, or hides it when `true_hides`.
+struct MaskView {
+  const void* data = nullptr;
+  MaskKind kind = MaskKind::None;
+  bool true_hides = false;
+  int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+};
+
+// Edges of a score tile. Queries are spread evenly over blocks of at most kBlockQueries; see schedule.h.
+constexpr int64_t kBlockQueries = 64;
+constexpr int64_t kBlockKeys = 64;
+
+constexpr int kMaxMasks = 2;  // attn_mask and key_padding_mask
+
+// Everything forward and backward share. Query head h reads key/value head h / (heads / kv_heads).
+struct AttentionParams {
+  TensorView query, key, value;
+  MaskView masks[kMaxMasks];
+  int64_t batch = 0, heads = 0, kv_heads = 0;
+  int64_t num_queries = 0, num_keys = 0, head_dim = 0, value_dim = 0;
+  int64_t appended_keys = 0;  // the last keys, which every query sees
+  bool causal = false;
+  int64_t causal_offset = 0;  // causal: key j is visible to query i when j <= i + causal_offset
+  int64_t query_block = kBlockQueries;  // queries a block, at most kBlockQueries
+  double scale = 1.0;
+  bool dropout = false;
+  uint32_t drop_below = 0;  // a pair is kept when its hash is >= drop_below
+  double keep_scale = 1.0;  // 1 / (1 - dropout_p)
+  uint64_t seed = 0;
+};
+
+// out (B, H, T_q, D_v) and lse (B, H, T_q) contiguous, in the compute type. Rows with no visible key: out 0, lse -inf.
+struct ForwardParams {
+  AttentionParams attention;
+  MutableTensorView out;
+  void* lse = nullptr;
+};
+
+// Gradients whose data pointer is null are not written. `grad_out.data` and `grad_lse` may be null (zero).
+// `grad_query_partial`, when set, receives dQ in the compute type as [split][B][H][T_q][D] instead of `grad_query`.
+struct BackwardParams {
+  AttentionParams attention;
+  TensorView out, grad_out;
+  const void* lse = nullptr;
+  const void* grad_lse = nullptr;
+  MutableTensorView grad_query, grad_key, grad_value;
+  void* grad_query_partial = nullptr;
+};
+
+// Where the gradient of a float mask is added: contiguous (B or 1, H or 1, T_q or 1, T_kv or 1) in the compute type,
+// broadcast axes having stride zero.
+struct MaskGradientView {
+  void* data = nullptr;
+  int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+};
+
+struct QueryBlock {
+  int64_t batch, head, begin, count;  // count <= kBlockQueries
+};
+
+struct KeyRange {
+  int64_t batch, kv_head, begin, end, split;
+};
+
+}  // namespace mha_ext::kernels

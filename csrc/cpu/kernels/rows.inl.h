@@ -1,0 +1,182 @@
+// Moving rows between tensors (any element type, any strides) and scratch (compute type, padded with zeros), and
+// turning a scratch block of rows into one of columns.
+#pragma once
+
+#include "params.h"
+#include "simd.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+template <typename To, typename From>
+MHA_EXT_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+MHA_EXT_INLINE double widen(double x) { return x; }
+MHA_EXT_INLINE float widen(float x) { return x; }
+MHA_EXT_INLINE float widen(BFloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+// Shifting the 10-bit mantissa into place leaves the exponent 112 too small; one multiplication mends it, for
+// subnormals too. Infinity and NaN keep all exponent bits set.
+MHA_EXT_INLINE float widen(Float16 x) {
+  const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
+  const uint32_t finite = bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7f800000u;
+  const uint32_t sign = (x.bits & 0x8000u) << 16;
+  return bits_as<float>(sign | (magnitude >= (0x7c00u << 13) ? special : finite));
+}
+
+MHA_EXT_INLINE void narrow(double x, double& y) { y = x; }
+MHA_EXT_INLINE void narrow(float x, float& y) { y = x; }
+
+// Round to nearest even; a NaN stays one.
+MHA_EXT_INLINE void narrow(float x, BFloat16& y) {
+  const uint32_t bits = bits_as<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  y.bits = static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+}
+
+// Round to nearest even. Below 2^-14 the sum with 0.5 rounds to a multiple of 2^-24, the spacing of half subnormals;
+// from 65520 on the carry of the rounding runs into the exponent and gives infinity.
+MHA_EXT_INLINE void narrow(float x, Float16& y) {
+  const uint32_t bits = bits_as<uint32_t>(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t half = magnitude >= 0x47800000u ? special : magnitude < 0x38800000u ? subnormal : normal;
+  y.bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
+}
+
+template <typename Element, typename Scalar>
+MHA_EXT_INLINE void read_row(const Element* src, int64_t stride, int64_t n, Scalar scale, Scalar* dst) {
+  if (stride == 1) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = widen(src[i]) * scale;
+  } else {
+    for (int64_t i = 0; i < n; ++i) dst[i] = widen(src[i * stride]) * scale;
+  }
+}
+
+template <typename Element, typename Scalar>
+void read_rows_of(const TensorView& t, const QueryBlock& block, int64_t cols, Scalar scale, Scalar* dst, int64_t ld) {
+  const Element* src = static_cast<const Element*>(t.data) + block.batch * t.stride_b + block.head * t.stride_h +
+                       block.begin * t.stride_t;
+  for (int64_t r = 0; r < block.count; ++r) {
+    read_row(src + r * t.stride_t, t.stride_d, cols, scale, dst + r * ld);
+    for (int64_t c = cols; c < ld; ++c) dst[r * ld + c] = 0;
+  }
+}
+
+template <typename Scalar>
+struct RowReader;
+
+template <>
+struct RowReader<float> {
+  static void read(const TensorView& t, const QueryBlock& rows, int64_t cols, float scale, float* dst, int64_t ld) {
+    if (t.type == ElementType::BFloat16) {
+      read_rows_of<BFloat16>(t, rows, cols, scale, dst, ld);
+    } else if (t.type == ElementType::Float16) {
+      read_rows_of<Float16>(t, rows, cols, scale, dst, ld);
+    } else {
+      read_rows_of<float>(t, rows, cols, scale, dst, ld);
+    }
+  }
+};
+
+template <>
+struct RowReader<double> {
+  static void read(const TensorView& t, const QueryBlock& rows, int64_t cols, double scale, double* dst, int64_t ld) {
+    read_rows_of<double>(t, rows, cols, scale, dst, ld);
+  }
+};
+
+// Rows block.begin ... of head block.head as [rows_padded][ld], times scale; padding rows and columns are zero.
+// `block` names rows of keys as well as of queries.
+template <typename Scalar>
+void read_rows(const TensorView& t, const QueryBlock& block, int64_t rows_padded, int64_t cols, Scalar scale,
+               Scalar* dst, int64_t ld) {
+  RowReader<Scalar>::read(t, block, cols, scale, dst, ld);
+  __builtin_memset(dst + block.count * ld, 0, static_cast<size_t>((rows_padded - block.count) * ld) * sizeof(Scalar));
+}
+
+template <typename Element, typename Scalar>
+void write_rows_of(const MutableTensorView& t, const QueryBlock& block, int64_t cols, const Scalar* src, int64_t ld) {
+  Element* dst =
+      static_cast<Element*>(t.data) + block.batch * t.stride_b + block.head * t.stride_h + block.begin * t.stride_t;
+  for (int64_t r = 0; r < block.count; ++r) {
+    Element* row = dst + r * t.stride_t;
+    if (t.stride_d == 1) {
+      for (int64_t c = 0; c < cols; ++c) narrow(src[r * ld + c], row[c]);
+    } else {
+      for (int64_t c = 0; c < cols; ++c) narrow(src[r * ld + c], row[c * t.stride_d]);
+    }
+  }
+}
+
+MHA_EXT_INLINE void write_rows(const MutableTensorView& t, const QueryBlock& block, int64_t cols, const float* src,
+                               int64_t ld) {
+  if (t.type == ElementType::BFloat16) {
+    write_rows_of<BFloat16>(t, block, cols, src, ld);
+  } else if (t.type == ElementType::Float16) {
+    write_rows_of<Float16>(t, block, cols, src, ld);
+  } else {
+    write_rows_of<float>(t, block, cols, src, ld);
+  }
+}
+
+MHA_EXT_INLINE void write_rows(const MutableTensorView& t, const QueryBlock& block, int64_t cols, const double* src,
+                               int64_t ld) {
+  write_rows_of<double>(t, block, cols, src, ld);
+}
+
+// dst[c][r] = src[r][c] for r < rows, c < cols, both multiples of the vector width. A W x W block is
+// turned in log2(W) rounds, each interleaving row i with row i + W/2.
+template <class V>
+void transpose(const typename V::Scalar* src, int64_t lds, int64_t rows, int64_t cols, typename V::Scalar* dst,
+               int64_t ldd) {
+  constexpr int W = V::kWidth;
+  for (int64_t r = 0; r < rows; r += W) {
+    for (int64_t c = 0; c < cols; c += W) {
+      typename V::Vec x[W], y[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) x[i] = V::load(src + (r + i) * lds + c);
+#pragma GCC unroll 4
+      for (int round = 1; round < W; round *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < W / 2; ++i) {
+          y[2 * i] = V::interleave_low(x[i], x[i + W / 2]);
+          y[2 * i + 1] = V::interleave_high(x[i], x[i + W / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) x[i] = y[i];
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) V::store(dst + (c + i) * ldd + r, x[i]);
+    }
+  }
+}
+
+// Whether rows x cols hold an infinity or NaN: x * 0 is 0 for every finite x and NaN otherwise.
+template <class V>
+bool any_nonfinite(const typename V::Scalar* src, int64_t ld, int64_t rows, int64_t cols) {
+  typename V::Vec sum = V::zero();
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; c += V::kWidth) sum += V::load(src + r * ld + c) * typename V::Scalar(0);
+  }
+  return V::any(sum != sum);
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels

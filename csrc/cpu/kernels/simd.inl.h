@@ -1,0 +1,93 @@
+// A vector of lanes, written once over the compiler's vector extensions (GCC and Clang). An instruction set derives
+// from Simd and replaces what it does better; everything is in an anonymous namespace so that no object compiled for a
+// newer processor exports a symbol that another object could be linked to.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MHA_EXT_INLINE inline __attribute__((always_inline))
+
+namespace mha_ext::kernels {
+namespace {
+
+template <typename Scalar>
+struct FloatFormat;
+
+template <>
+struct FloatFormat<float> {
+  using Int = int32_t;
+  static constexpr int kMantissaBits = 23, kExponentBias = 127;
+  static constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  static constexpr float kInfinity = __builtin_inff();
+};
+
+template <>
+struct FloatFormat<double> {
+  using Int = int64_t;
+  static constexpr int kMantissaBits = 52, kExponentBias = 1023;
+  static constexpr double kRoundToInteger = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kInfinity = __builtin_inf();
+};
+
+template <typename ScalarType, int kBytes>
+struct Simd {
+  using Scalar = ScalarType;
+  using Format = FloatFormat<Scalar>;
+  static constexpr int kWidth = kBytes / static_cast<int>(sizeof(Scalar));
+  static constexpr Scalar kInfinity = Format::kInfinity;
+
+  typedef Scalar Vec __attribute__((vector_size(kBytes)));
+  typedef Scalar UnalignedVec __attribute__((vector_size(kBytes), aligned(sizeof(Scalar)), may_alias));
+  typedef typename Format::Int IntVec __attribute__((vector_size(kBytes)));
+  typedef int32_t Int32Vec __attribute__((vector_size(kWidth * 4)));
+  typedef uint32_t HashVec __attribute__((vector_size(kWidth * 4)));
+
+  static MHA_EXT_INLINE Vec load(const Scalar* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+  static MHA_EXT_INLINE void store(Scalar* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+  static MHA_EXT_INLINE Vec zero() { return Vec{}; }
+  static MHA_EXT_INLINE Vec broadcast(Scalar s) { return s - Vec{}; }
+
+  // NaN in either operand may or may not survive: callers never rely on it.
+  static MHA_EXT_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+  static MHA_EXT_INLINE Vec select(IntVec condition, Vec yes, Vec no) { return condition ? yes : no; }
+  static MHA_EXT_INLINE bool any(IntVec condition) {
+    typename Format::Int bits = 0;
+    for (int i = 0; i < kWidth; ++i) bits |= condition[i];
+    return bits != 0;
+  }
+
+  // p * 2^n for an integer n in the range of normal numbers; `shifted` is n + kRoundToInteger.
+  static MHA_EXT_INLINE Vec scale_by_power_of_two(Vec p, Vec shifted, Vec /*n*/) {
+    const IntVec exponent = (reinterpret_cast<IntVec>(shifted) + Format::kExponentBias) << Format::kMantissaBits;
+    return p * reinterpret_cast<Vec>(exponent);
+  }
+
+  static MHA_EXT_INLINE IntVec lane_mask(HashVec condition) {
+    return __builtin_convertvector(reinterpret_cast<Int32Vec>(condition), IntVec);
+  }
+};
+
+MHA_EXT_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+MHA_EXT_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+MHA_EXT_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Hands out 64-byte aligned pieces of a scratch buffer; with a null base it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <typename T>
+  T* take(int64_t count) {
+    char* piece = base_ + used_;
+    used_ += static_cast<size_t>(round_up(count * static_cast<int64_t>(sizeof(T)), 64));
+    return reinterpret_cast<T*>(piece);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+}  // namespace
+}  // namespace mha_ext::kernels

@@ -1,0 +1,96 @@
+// exp, and the online softmax (Milakov & Gimelshein 2018) with one query a lane.
+#pragma once
+
+#include "simd.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+template <typename Scalar>
+struct ExpConstants;
+
+// ln 2 is split so that n * kLn2High is exact for every n that occurs (Cody & Waite 1980).
+// exp(r) on |r| <= ln(2)/2: 1 + r + r^2 * q(r), q fitted (Remez) for the least relative error of
+// the whole: 3.1e-9 before rounding. One term fewer gives 1.0e-7.
+template <>
+struct ExpConstants<float> {
+  static constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  static constexpr float kFloor = -87.3f;  // exp below is less than the smallest normal number, and taken as 0
+  static constexpr int kTerms = 5;
+  static constexpr float kSeries[kTerms] = {0.499999934478f, 0.166665206317f, 0.0416683880453f, 0.00836871687973f,
+                                            0.00138145986467f};
+};
+
+// Taylor terms 1/2! ... 1/13!: the first one left out is below 5e-18.
+template <>
+struct ExpConstants<double> {
+  static constexpr double kLog2e = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01,
+                          kLn2Low = 1.90821492927058770002e-10;
+  static constexpr double kFloor = -708.3;
+  static constexpr int kTerms = 12;
+  static constexpr double kSeries[kTerms] = {1.0 / 2,       1.0 / 6,        1.0 / 24,        1.0 / 120,
+                                             1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
+                                             1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+};
+
+// exp(x) for x <= 0 (a little above is fine). -inf gives 0, NaN gives NaN.
+template <class V>
+MHA_EXT_INLINE typename V::Vec exp_of(typename V::Vec x) {
+  using Vec = typename V::Vec;
+  using C = ExpConstants<typename V::Scalar>;
+  const Vec shifted = x * C::kLog2e + V::Format::kRoundToInteger;
+  const Vec n = shifted - V::Format::kRoundToInteger;
+  const Vec r = (x - n * C::kLn2High) - n * C::kLn2Low;
+  Vec q = V::broadcast(C::kSeries[C::kTerms - 1]);
+#pragma GCC unroll 16
+  for (int i = C::kTerms - 2; i >= 0; --i) q = q * r + C::kSeries[i];
+  const Vec p = (q * r) * r + (r + typename V::Scalar(1));
+  return V::select(x < C::kFloor, V::zero(), V::scale_by_power_of_two(p, shifted, n));
+}
+
+// The running state of a block of queries: O = accumulator / sum, log-sum-exp = maximum + log(sum).
+template <typename Scalar>
+struct RunningSoftmax {
+  Scalar* maximum;
+  Scalar* sum;
+  Scalar* rescale;  // factor that the accumulator must take before the next tile is added
+};
+
+// What a score is measured against. A row that has seen no visible key has maximum -inf, and -inf - (-inf) would be
+// NaN: such a row is measured against 0, so that all its exponentials are 0. This is the one place of that rule.
+template <class V>
+MHA_EXT_INLINE typename V::Vec finite_reference(typename V::Vec maximum) {
+  return V::select(maximum == -V::kInfinity, V::zero(), maximum);
+}
+
+// scores [keys][ld] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
+template <class V>
+void softmax_tile(typename V::Scalar* scores, int64_t ld, int64_t keys, int64_t lanes,
+                  const RunningSoftmax<typename V::Scalar>& state) {
+  using Vec = typename V::Vec;
+  for (int64_t c = 0; c < lanes; c += V::kWidth) {
+    const Vec before = V::load(state.maximum + c);
+    Vec m0 = before, m1 = before;
+    int64_t k = 0;
+    for (; k + 2 <= keys; k += 2) {
+      m0 = V::max(m0, V::load(scores + k * ld + c));
+      m1 = V::max(m1, V::load(scores + (k + 1) * ld + c));
+    }
+    if (k < keys) m0 = V::max(m0, V::load(scores + k * ld + c));
+    const Vec maximum = V::max(m0, m1);
+    const Vec reference = finite_reference<V>(maximum);
+    Vec sum = V::zero();
+    for (k = 0; k < keys; ++k) {
+      const Vec p = exp_of<V>(V::load(scores + k * ld + c) - reference);
+      V::store(scores + k * ld + c, p);
+      sum += p;
+    }
+    const Vec rescale = exp_of<V>(before - reference);
+    V::store(state.maximum + c, maximum);
+    V::store(state.rescale + c, rescale);
+    V::store(state.sum + c, V::load(state.sum + c) * rescale + sum);
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels
