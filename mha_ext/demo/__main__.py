@@ -1,0 +1,198 @@
+"""Command line of the demonstration: ``python -m mha_ext.demo [--quick]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import rich  # noqa: F401  (only to say plainly what is missing, before anything else imports it)
+except ImportError:
+    raise SystemExit(
+        'the demo prints with rich: install it with pip install "mha_ext[demo]" or pip install rich'
+    ) from None
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.text import Text
+
+import mha_ext
+from mha_ext.demo import checks, report
+from mha_ext.demo.model import ModelConfig
+from mha_ext.demo.picture import save_picture
+from mha_ext.demo.step_memory import step_peak_bytes
+from mha_ext.demo.text import Corpus, load_text
+from mha_ext.demo.training import ATTENTION_CLASSES, Learner, held_out_loss, make_learner, same_start, train
+
+_PROMPT = "The "
+_PLAIN_WIDTH = 100  # of lines in a pipe or a file
+_PLAIN_REPORTS = 10  # lines of progress where there is no terminal
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large a run is."""
+
+    steps: int
+    held_out_batches: int
+    sample_length: int
+    config: ModelConfig
+
+
+def _plan(quick: bool, alphabet_size: int) -> Plan:
+    if quick:
+        config = ModelConfig(alphabet_size, batch=8, context=64, width=64, heads=4, layers=2)
+        return Plan(steps=60, held_out_batches=4, sample_length=120, config=config)
+    return Plan(steps=400, held_out_batches=16, sample_length=400, config=ModelConfig(alphabet_size))
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m mha_ext.demo",
+        description="Train one small language model twice, with PyTorch's attention layer and with ours, and compare.",
+    )
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps: some seconds, not minutes")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="where the picture goes"
+    )
+    parser.add_argument("--steps", type=int, help="training steps (default: 400, or 60 with --quick)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of initial values and batches (default: 0)")
+    parser.add_argument("--threads", type=int, help="threads that torch may use (default: torch's own choice)")
+    parsed = parser.parse_args(arguments)
+    for name in ("steps", "threads"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    return parsed
+
+
+def _console() -> Console:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without mathematical signs shows "?" instead of failing
+    is_terminal = sys.stdout.isatty()
+    return Console(width=None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH, highlight=False)
+
+
+def _train(console: Console, learners: Sequence[Learner], codes: torch.Tensor, seed: int) -> None:
+    """Trains, with a progress bar on a terminal and with some plain lines elsewhere."""
+    steps = learners[0].steps
+    every = max(1, steps // _PLAIN_REPORTS)
+
+    def losses() -> str:
+        return "  ".join(f"{learner.name} {learner.losses[-1]:.3f}" for learner in learners)
+
+    if not console.is_terminal:
+
+        def report_line(step: int) -> None:
+            if step % every == 0 or step == steps:
+                console.print(f"step {step:>{len(str(steps))}}/{steps}  loss: {losses()}")
+
+        train(learners, codes, seed, report_line)
+        console.print()
+        return
+
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("[dim]loss:[/] {task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("[dim]left[/]"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps)
+        train(learners, codes, seed, lambda step: progress.update(task, completed=step, description=losses()))
+    console.print()
+
+
+def _print_head(console: Console, plan: Plan, corpus: Corpus) -> None:
+    config = plan.config
+    characters = len(corpus.training) + len(corpus.held_out)
+    lines = [
+        "One language model, trained twice from one seed: with torch.nn.MultiheadAttention and with mha_ext.",
+        f"Text: pydoc_data.topics, {characters:,} characters, {config.alphabet_size} different ones",
+        f"Model: {config.layers} layers, width {config.width}, {config.heads} heads, context {config.context}, "
+        f"batch {config.batch}, {plan.steps} steps",
+        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"mha_ext {mha_ext.__version__} ({mha_ext.cpu_capability()} kernels)",
+    ]
+    console.print(Panel(Text("\n".join(lines)), title="mha_ext demo", title_align="left", expand=False))
+
+
+def _print_sample(console: Console, learner: Learner, corpus: Corpus, length: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    learner.model.eval()
+    codes = learner.model.sample(corpus.encode(_PROMPT), length, generator)
+    text = Text(corpus.decode(codes))
+    console.print(Panel(text, title=f"written by the {learner.name} model", title_align="left", expand=False))
+
+
+def _save_picture(console: Console, directory: Path, learners: Sequence[Learner]) -> None:
+    path = (directory / "training.png").resolve()
+    try:
+        save_picture(path, learners)
+    except ImportError:
+        console.print('No picture: matplotlib is missing (pip install "mha_ext[demo]" or pip install matplotlib).')
+        return
+    console.print(f"picture: {path}", soft_wrap=True)
+
+
+def _check_layer(console: Console, plan: Plan, ours: Learner, seed: int) -> bool:
+    """Prints the checks of the layer by itself; returns whether all of them passed."""
+    console.print(Rule("the layer by itself", align="left"))
+    gradients_right = checks.gradients_match_finite_differences(seed)
+    report.print_gradcheck(console, gradients_right)
+    differences = checks.parity(plan.config, seed)
+    report.print_parity(console, differences)
+    counts_right = report.print_counts(console, ours)
+    report.print_shapes(console, plan.config)
+    return gradients_right and counts_right and all(difference.passed for difference in differences)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demonstration; returns 0 when every check passed."""
+    started = time.perf_counter()
+    options = _arguments(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    console = _console()
+    corpus = Corpus.from_text(load_text())
+    plan = _plan(options.quick, len(corpus.alphabet))
+    if options.steps is not None:
+        plan = Plan(options.steps, plan.held_out_batches, plan.sample_length, plan.config)
+
+    _print_head(console, plan, corpus)
+    learners = [make_learner(name, plan.config, plan.steps, options.seed) for name in ATTENTION_CLASSES]
+    started_equal = same_start(learners)
+    console.print(f"initial values of both models, bit for bit: {report.verdict(started_equal)}")
+    _train(console, learners, corpus.training, options.seed)
+
+    held_out = {
+        learner.name: held_out_loss(learner.model, corpus.held_out, plan.held_out_batches, options.seed)
+        for learner in learners
+    }
+    report.print_losses(console, learners, held_out)
+    peaks = {name: step_peak_bytes(name, plan.config, options.seed) for name in ATTENTION_CLASSES}
+    report.print_costs(console, learners, peaks)
+    layer_right = _check_layer(console, plan, learners[-1], options.seed)
+    _print_sample(console, learners[-1], corpus, plan.sample_length, options.seed)
+    _save_picture(console, options.output, learners)
+
+    passed = started_equal and layer_right
+    console.print(f"all checks: {report.verdict(passed)}   ({time.perf_counter() - started:.0f} s)")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A small causal transformer language model; the attention layer is the only part that is handed in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_LONGEST_WAVELENGTH = 1000.0  # positions; a few times the context
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model and of a training batch."""
+
+    alphabet_size: int
+    batch: int = 8
+    context: int = 256
+    width: int = 128
+    heads: int = 4
+    layers: int = 3
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each behind a normalisation and beside a skip connection."""
+
+    def __init__(self, config: ModelConfig, attention_class: type[nn.MultiheadAttention]) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = attention_class(config.width, config.heads, batch_first=True)
+        self.perceptron_norm = nn.LayerNorm(config.width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        )
+
+    def forward(self, x: Tensor, future: Tensor) -> Tensor:
+        """Maps (B, T, d) to (B, T, d); `future` is the (T, T) mask of pairs that must not attend."""
+        y = self.attention_norm(x)
+        y, _ = self.attention(y, y, y, attn_mask=future, is_causal=True, need_weights=False)
+        x = x + y
+        return x + self.perceptron(self.perceptron_norm(x))
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Returns fixed position vectors, (length, width): sines and cosines of geometrically spaced wavelengths."""
+    frequencies = torch.exp(-math.log(_LONGEST_WAVELENGTH) * torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * frequencies
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next character from those before it."""
+
+    future: Tensor
+    positions: Tensor
+
+    def __init__(self, config: ModelConfig, attention_class: type[nn.MultiheadAttention]) -> None:
+        super().__init__()
+        self.config = config
+        self.characters = nn.Embedding(config.alphabet_size, config.width)
+        self.blocks = nn.ModuleList(Block(config, attention_class) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.alphabet_size)
+        future = torch.ones(config.context, config.context, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future, persistent=False)
+        self.register_buffer("positions", sinusoids(config.context, config.width), persistent=False)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Returns the logits of every next character, (B, T, alphabet_size), for codes (B, T) int64."""
+        length = codes.shape[1]
+        x = self.characters(codes) + self.positions[:length]
+        future = self.future[:length, :length]
+        for block in self.blocks:
+            x = block(x, future)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def loss(self, codes: Tensor, following: Tensor) -> Tensor:
+        """Returns the mean cross-entropy, in nats per character."""
+        return nn.functional.cross_entropy(self(codes).flatten(0, 1), following.flatten())
+
+    @torch.no_grad()
+    def sample(self, prompt: Tensor, length: int, generator: torch.Generator, temperature: float = 0.6) -> Tensor:
+        """Continues a prompt by `length` characters drawn from the model's own predictions."""
+        codes = prompt
+        for _ in range(length):
+            logits = self(codes[None, -self.config.context :])[0, -1]
+            drawn = torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator)
+            codes = torch.cat([codes, drawn])
+        return codes
+
+
+def build_model(config: ModelConfig, attention_class: type[nn.MultiheadAttention], seed: int) -> LanguageModel:
+    """Builds a model whose initial values depend on the seed alone."""
+    torch.manual_seed(seed)
+    return LanguageModel(config, attention_class)

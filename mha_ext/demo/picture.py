@@ -1,0 +1,53 @@
+"""The picture of the demonstration: loss curves, how far they are apart, and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mha_ext.demo.training import Learner
+
+COLOURS = {"torch": "#d1602b", "mha_ext": "#2b6cb0"}
+_SMALLEST_DIFFERENCE = 1e-8  # so that equal losses can be drawn on a logarithmic axis
+
+
+def save_picture(path: Path, learners: Sequence[Learner]) -> None:
+    """Draws the recorded training into a PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (losses, differences, times) = pyplot.subplots(
+        1, 3, figsize=(13, 4), layout="constrained", width_ratios=(3, 2, 3)
+    )
+    theirs, ours = learners
+    steps = range(1, len(ours.losses) + 1)
+    for learner, width, style in ((theirs, 3.5, "-"), (ours, 1.2, "-")):
+        colour = COLOURS[learner.name]
+        losses.plot(steps, learner.losses, style, color=colour, linewidth=width, label=learner.name)
+        milliseconds = [seconds * 1e3 for seconds in learner.seconds]
+        times.plot(steps, milliseconds, ".", color=colour, markersize=3, alpha=0.4)
+        median = learner.step_seconds * 1e3
+        times.axhline(median, color=colour, linewidth=1.5, label=f"{learner.name}: median {median:.1f} ms")
+    apart = [
+        max(abs(mine - other), _SMALLEST_DIFFERENCE) for mine, other in zip(ours.losses, theirs.losses, strict=True)
+    ]
+    differences.semilogy(steps, apart, color="#555555", linewidth=1)
+
+    losses.set(title="Training loss", xlabel="step", ylabel="nats per character")
+    differences.set(title="Difference of the losses", xlabel="step", ylabel="absolute")
+    slowest = max(sorted(learner.timed_seconds)[int(0.98 * len(learner.timed_seconds))] for learner in learners)
+    times.set(title="Time of a training step", xlabel="step", ylabel="ms", ylim=(0, slowest * 1.25e3))
+    losses.legend(frameon=False)
+    times.legend(frameon=False)
+    for axes in (losses, differences, times):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,133 @@
+"""Tables of the demonstration."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import mha_ext
+from mha_ext.demo.checks import Difference, counted_parameters
+from mha_ext.demo.model import ModelConfig
+from mha_ext.demo.training import Learner, median_ratio
+
+_INTERVALS = 8
+_MIB = 1 << 20
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Returns a table whose first column is text and whose other columns are numbers."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def verdict(passed: bool) -> str:
+    """Returns a coloured word for the outcome of a check."""
+    return "[green]ok[/]" if passed else "[bold red]FAILED[/]"
+
+
+def print_losses(console: Console, learners: Sequence[Learner], held_out: Mapping[str, float]) -> None:
+    """Prints the mean loss of every interval of training, for both models, and how far they are apart."""
+    theirs, ours = learners
+    table = new_table("Loss, nats per character (mean of the interval)", "steps", "torch", "mha_ext", "difference")
+    steps = len(ours.losses)
+    edges = [round(steps * number / _INTERVALS) for number in range(_INTERVALS + 1)]
+    for start, end in itertools.pairwise(edges):
+        if start < end:
+            means = [statistics.fmean(learner.losses[start:end]) for learner in (theirs, ours)]
+            table.add_row(f"{start + 1}-{end}", f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[1] - means[0]:+.1e}")
+    table.add_section()
+    last = [held_out[learner.name] for learner in (theirs, ours)]
+    table.add_row("held-out text", f"{last[0]:.4f}", f"{last[1]:.4f}", f"{last[1] - last[0]:+.1e}")
+    console.print(table)
+    first = abs(ours.losses[0] - theirs.losses[0])
+    console.print(
+        f"The first step's losses differ by {first:.1e}: rounding, which training then amplifies.", style="dim"
+    )
+    console.print()
+
+
+def print_costs(console: Console, learners: Sequence[Learner], peaks: Mapping[str, int]) -> None:
+    """Prints time and memory of a training step for both models, and their ratio."""
+    theirs, ours = learners
+    table = new_table("One training step", "", "torch", "mha_ext", "torch / mha_ext")
+    times = [f"{learner.step_seconds * 1e3:.1f} ms" for learner in learners]
+    table.add_row("time (median)", *times, f"{median_ratio(theirs, ours):.2f}")
+    memory = [f"{peaks[learner.name] / _MIB:.1f} MiB" for learner in learners]
+    table.add_row("peak extra memory", *memory, f"{peaks[theirs.name] / max(1, peaks[ours.name]):.2f}")
+    console.print(table)
+    console.print(
+        "Whole step: embedding, attention, perceptron, loss, backward, optimizer. The time ratio is the median over "
+        "steps taken in turn. Memory: growth of the largest resident set during a step, each in its own process.",
+        style="dim",
+    )
+    console.print()
+
+
+def print_gradcheck(console: Console, passed: bool) -> None:
+    """Prints whether the layer's gradients agree with finite differences."""
+    console.print("[bold]Gradients of the layer against central finite differences, float64[/]")
+    console.print(f"input and all parameters, causal: {verdict(passed)}")
+    console.print()
+
+
+def print_parity(console: Console, differences: Sequence[Difference]) -> None:
+    """Prints how far our layer and PyTorch's are apart."""
+    table = new_table(
+        "Parity of the layer, float32, causal", "", "apart", "our error", "torch's error", "agree to rounding"
+    )
+    for difference in differences:
+        numbers = [f"{value:.1e}" for value in (difference.apart, difference.ours, difference.theirs)]
+        table.add_row(difference.name, *numbers, verdict(difference.passed))
+    console.print(table)
+    console.print("Relative to the largest magnitude; errors are against PyTorch's layer in float64.", style="dim")
+    console.print()
+
+
+def print_counts(console: Console, learner: Learner) -> bool:
+    """Prints parameters and multiply-adds of the model's attention; returns whether the layer holds what it should."""
+    config = learner.model.config
+    counted = counted_parameters(learner.model.blocks[0].attention)
+    expected = mha_ext.parameter_count(config.width)
+    expected_biases = mha_ext.parameter_count(config.width, bias=True) - expected
+    products = mha_ext.self_attention_flops(config.batch, config.context, config.width)
+    agree = counted["weights"] == expected and counted["biases"] == expected_biases
+    whole = sum(parameter.numel() for parameter in learner.model.parameters())
+    layers = config.layers
+
+    table = new_table("Counts (whatever the number of heads)", "", "a layer", f"{layers} layers")
+    table.add_row("projection weights, 4 d^2 (eq. 20.4)", f"{expected:,}", f"{layers * expected:,}")
+    table.add_row("  held by the module", f"{counted['weights']:,}", f"{layers * counted['weights']:,}")
+    table.add_row("biases held by the module", f"{counted['biases']:,}", f"{layers * counted['biases']:,}")
+    table.add_row("parameters of the whole model", "", f"{whole:,}")
+    table.add_row("multiply-adds, 4 B T d^2 + 2 B T^2 d (eq. 20.5)", f"{products:,}", f"{layers * products:,}")
+    console.print(table)
+    console.print(f"count of the module and of the equation: {verdict(agree)}")
+    console.print()
+    return agree
+
+
+def print_shapes(console: Console, config: ModelConfig) -> None:
+    """Prints the shape of every step of one attention layer of the model."""
+    trace = mha_ext.shape_trace(config.batch, config.context, config.width, config.heads, bias=True)
+    title = f"Shapes: B={config.batch}, T={config.context}, d={config.width}, H={config.heads}"
+    table = new_table(title, "step", "how", "shape", "numbers", "held")
+    table.columns[1].justify = "left"
+    for step in trace.steps:
+        shape = "(" + ", ".join(map(str, step.shape)) + ")"
+        table.add_row(step.name, escape(step.formula), shape, f"{step.numel:,}", "yes" if step.stored else "by tile")
+    console.print(table)
+    console.print(
+        f"Stored, the attention weights would take {trace.attention_weights:,} numbers a layer; they live by the tile.",
+        style="dim",
+    )
+    console.print()
