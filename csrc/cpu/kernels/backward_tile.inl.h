@@ -55,11 +55,11 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
   const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
-  read_rows(p.query, block, lanes, p.head_dim, static_cast<Scalar>(p.scale), s.query_rows, d);
+  read_rows<V>(p.query, block, lanes, p.head_dim, static_cast<Scalar>(p.scale), s.query_rows, d);
   transpose<V>(s.query_rows, d, lanes, d, s.query_columns, lanes);
   if (b.grad_out.data != nullptr) {
-    read_rows(b.grad_out, block, lanes, p.value_dim, Scalar(1), s.grad_rows, dv);
-    read_rows(b.out, block, lanes, p.value_dim, Scalar(1), s.out_rows, dv);
+    read_rows<V>(b.grad_out, block, lanes, p.value_dim, Scalar(1), s.grad_rows, dv);
+    read_rows<V>(b.out, block, lanes, p.value_dim, Scalar(1), s.out_rows, dv);
   } else {
     __builtin_memset(s.grad_rows, 0, static_cast<size_t>(lanes * dv) * sizeof(Scalar));
     __builtin_memset(s.out_rows, 0, static_cast<size_t>(lanes * dv) * sizeof(Scalar));

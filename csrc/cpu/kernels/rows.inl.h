@@ -60,55 +60,48 @@ MHA_EXT_INLINE void narrow(float x, Float16& y) {
   y.bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
-template <typename Element, typename Scalar>
-MHA_EXT_INLINE void read_row(const Element* src, int64_t stride, int64_t n, Scalar scale, Scalar* dst) {
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) dst[i] = widen(src[i]) * scale;
+// dst[0 .. ld) = src[0 .. cols) * scale, then zeros.
+template <class V, typename Element>
+MHA_EXT_INLINE void read_row(const Element* src, int64_t stride, int64_t cols, typename V::Scalar scale,
+                             typename V::Scalar* __restrict dst, int64_t ld) {
+  int64_t c = 0;
+  if (stride != 1) {
+    for (; c < cols; ++c) dst[c] = widen(src[c * stride]) * scale;
   } else {
-    for (int64_t i = 0; i < n; ++i) dst[i] = widen(src[i * stride]) * scale;
+    if constexpr (sizeof(Element) == sizeof(typename V::Scalar)) {
+      for (; c + V::kWidth <= cols; c += V::kWidth) V::store(dst + c, V::load(src + c) * scale);
+    }
+    for (; c < cols; ++c) dst[c] = widen(src[c]) * scale;
   }
+  for (; c < ld; ++c) dst[c] = 0;
 }
 
-template <typename Element, typename Scalar>
-void read_rows_of(const TensorView& t, const QueryBlock& block, int64_t cols, Scalar scale, Scalar* dst, int64_t ld) {
+template <class V, typename Element>
+void read_rows_of(const TensorView& t, const QueryBlock& block, int64_t cols, typename V::Scalar scale,
+                  typename V::Scalar* dst, int64_t ld) {
   const Element* src = static_cast<const Element*>(t.data) + block.batch * t.stride_b + block.head * t.stride_h +
                        block.begin * t.stride_t;
   for (int64_t r = 0; r < block.count; ++r) {
-    read_row(src + r * t.stride_t, t.stride_d, cols, scale, dst + r * ld);
-    for (int64_t c = cols; c < ld; ++c) dst[r * ld + c] = 0;
+    read_row<V>(src + r * t.stride_t, t.stride_d, cols, scale, dst + r * ld, ld);
   }
 }
 
-template <typename Scalar>
-struct RowReader;
-
-template <>
-struct RowReader<float> {
-  static void read(const TensorView& t, const QueryBlock& rows, int64_t cols, float scale, float* dst, int64_t ld) {
-    if (t.type == ElementType::BFloat16) {
-      read_rows_of<BFloat16>(t, rows, cols, scale, dst, ld);
-    } else if (t.type == ElementType::Float16) {
-      read_rows_of<Float16>(t, rows, cols, scale, dst, ld);
-    } else {
-      read_rows_of<float>(t, rows, cols, scale, dst, ld);
-    }
-  }
-};
-
-template <>
-struct RowReader<double> {
-  static void read(const TensorView& t, const QueryBlock& rows, int64_t cols, double scale, double* dst, int64_t ld) {
-    read_rows_of<double>(t, rows, cols, scale, dst, ld);
-  }
-};
-
 // Rows block.begin ... of head block.head as [rows_padded][ld], times scale; padding rows and columns are zero.
 // `block` names rows of keys as well as of queries.
-template <typename Scalar>
-void read_rows(const TensorView& t, const QueryBlock& block, int64_t rows_padded, int64_t cols, Scalar scale,
-               Scalar* dst, int64_t ld) {
-  RowReader<Scalar>::read(t, block, cols, scale, dst, ld);
-  __builtin_memset(dst + block.count * ld, 0, static_cast<size_t>((rows_padded - block.count) * ld) * sizeof(Scalar));
+template <class V>
+void read_rows(const TensorView& t, const QueryBlock& block, int64_t rows_padded, int64_t cols,
+               typename V::Scalar scale, typename V::Scalar* dst, int64_t ld) {
+  if constexpr (sizeof(typename V::Scalar) == sizeof(double)) {
+    read_rows_of<V, double>(t, block, cols, scale, dst, ld);
+  } else if (t.type == ElementType::BFloat16) {
+    read_rows_of<V, BFloat16>(t, block, cols, scale, dst, ld);
+  } else if (t.type == ElementType::Float16) {
+    read_rows_of<V, Float16>(t, block, cols, scale, dst, ld);
+  } else {
+    read_rows_of<V, float>(t, block, cols, scale, dst, ld);
+  }
+  __builtin_memset(dst + block.count * ld, 0,
+                   static_cast<size_t>((rows_padded - block.count) * ld) * sizeof(typename V::Scalar));
 }
 
 template <typename Element, typename Scalar>
