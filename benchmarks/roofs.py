@@ -1,0 +1,113 @@
+"""What this machine and its libraries can do at most, measured in the same run as everything else.
+
+Three roofs: multiply-adds (a large matrix product of the library), reads from memory, and, for each case, the library's
+own matrix products at the very shapes of the case, which is what attention would take if it were nothing but products.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import DTYPES, Case
+
+_PRODUCT_SIZE = 2048
+_READ_BYTES = 1 << 29  # well beyond any cache
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """The machine's limits at the thread count in use.
+
+    Attributes:
+        product_flops: floating-point operations a second of a large matrix product, by dtype.
+        read_bytes: bytes a second read from memory.
+    """
+
+    read_bytes: float
+    product_flops: dict[str, float] = field(default_factory=dict)
+
+
+def _best_seconds(work: Callable[[], object]) -> float:
+    work()
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _product_flops(dtype: torch.dtype) -> float:
+    left, right = (torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * _PRODUCT_SIZE**3 / _best_seconds(lambda: torch.mm(left, right, out=out))
+
+
+def _read_bytes() -> float:
+    numbers = torch.ones(_READ_BYTES // 4)
+    matrix = numbers.view(-1, 1024)
+    vector = torch.ones(1024)
+    readers = (lambda: numbers.sum(), lambda: numbers.amax(), lambda: matrix @ vector)
+    return _READ_BYTES / min(_best_seconds(reader) for reader in readers)
+
+
+def measure_roofs(dtypes: Iterable[str]) -> Roofs:
+    """Measures the machine for the dtypes in use; takes a second or two."""
+    products = {name: _product_flops(DTYPES[name]) for name in sorted(set(dtypes))}
+    return Roofs(_read_bytes(), products)
+
+
+@dataclass(frozen=True)
+class LibraryProducts:
+    """The matrix products of a case, ready to run, and their floating-point operations."""
+
+    run: Callable[[], object]
+    operations: int
+
+
+def _attention_products(case: Case, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(left, right, out) of the products over the whole (T, S) square: the library cannot skip what a mask forbids."""
+    folded = case.batch * case.heads
+    rows = torch.randn(folded, case.length, case.head_dim).to(dtype)
+    keys = torch.randn(folded, case.keys, case.head_dim).to(dtype)
+    square = torch.randn(folded, case.length, case.keys).to(dtype)
+    scores = (rows, keys.mT, torch.empty_like(square))
+    onto_queries = (square, keys, torch.empty_like(rows))
+    onto_keys = (square.mT, rows, torch.empty_like(keys))
+    forward = [scores, onto_queries]
+    backward = [scores, scores, onto_keys, onto_keys, onto_queries]
+    return {"forward": forward, "backward": backward}.get(case.task, forward + backward)
+
+
+def _projection_products(case: Case, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+    rows, width = case.batch * case.length, case.embed_dim
+    products = []
+    for outputs in (3 * width, width):
+        x, y = (torch.randn(rows, columns).to(dtype) for columns in (width, outputs))
+        weight = torch.randn(outputs, width).to(dtype)
+        products.append((x, weight.mT, torch.empty_like(y)))
+        if case.task != "forward":
+            products.append((y, weight, torch.empty_like(x)))
+            products.append((y.mT, x, torch.empty_like(weight)))
+    return products
+
+
+def library_products(case: Case) -> LibraryProducts:
+    """Returns the library's own matrix products at the shapes of a case, into memory that is already there."""
+    dtype = DTYPES[case.dtype]
+    products = _attention_products(case, dtype)
+    if case.level == "layer":
+        products += _projection_products(case, dtype)
+
+    def run() -> None:
+        for left, right, out in products:
+            torch.matmul(left, right, out=out)
+
+    operations = sum(2 * out.numel() * left.shape[-1] for left, _, out in products)
+    return LibraryProducts(run, operations)

@@ -1,0 +1,183 @@
+"""Command line of the benchmark: ``python -m benchmarks.run`` (or ``make bench``)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+try:
+    import rich  # noqa: F401  (only to say plainly what is missing, before anything else imports it)
+except ImportError:
+    raise SystemExit('the benchmark prints with rich: pip install "mha_ext[bench]" or pip install rich') from None
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks import cases as case_list
+from benchmarks import machine
+from benchmarks.cases import Case
+from benchmarks.measure import Result, measure_case
+from benchmarks.peers import PEERS, Peer
+from benchmarks.plot import save_plot
+from benchmarks.report import Run, head_lines, markdown, print_run
+from benchmarks.roofs import Roofs, measure_roofs
+from benchmarks.timing import Budget
+
+BUDGETS = {
+    "quick": Budget(seconds=0.2, least_rounds=3),
+    "default": Budget(seconds=2.5, least_rounds=7),
+    "full": Budget(seconds=6.0, least_rounds=11),
+}
+_PLAIN_WIDTH = 140  # of lines in a pipe or a file
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Measure mha_ext beside what a PyTorch user has today."
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="preset", action="store_const", const="quick", help="few small cases, seconds")
+    size.add_argument("--full", dest="preset", action="store_const", const="full", help="every case and peer, long")
+    parser.set_defaults(preset="default")
+    parser.add_argument(
+        "-k", dest="words", action="append", default=[], metavar="WORD", help="cases named so (repeatable)"
+    )
+    parser.add_argument("--dtype", action="append", default=[], choices=list(case_list.DTYPES))
+    parser.add_argument("--suite", action="append", default=[], choices=list(case_list.SUITES))
+    parser.add_argument("--peer", action="append", default=[], choices=[peer.name for peer in PEERS], help="only these")
+    parser.add_argument("--threads", type=int, help="threads that torch may use (default: torch's own choice)")
+    parser.add_argument("--seconds", type=float, help="time for the rounds of each case, instead of the preset's")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    parser.add_argument("--markdown", action="store_true", help="also write the tables as Markdown, and print them")
+    parser.add_argument("--load", type=Path, metavar="JSON", help="show an earlier run instead of measuring")
+    parser.add_argument("--list", action="store_true", help="print the names of the selected cases and stop")
+    parsed = parser.parse_args(arguments)
+    if parsed.threads is not None and parsed.threads < 1:
+        parser.error(f"--threads must be at least 1, got {parsed.threads}")
+    if parsed.seconds is not None and not parsed.seconds > 0:
+        parser.error(f"--seconds must be positive, got {parsed.seconds}")
+    return parsed
+
+
+def _peer_filter(options: argparse.Namespace) -> Callable[[Peer], bool]:
+    if options.peer:
+        return lambda peer: peer.name in options.peer
+    return lambda peer: peer.by_default or options.preset == "full"
+
+
+def _budget(options: argparse.Namespace) -> Budget:
+    budget = BUDGETS[options.preset]
+    return budget if options.seconds is None else Budget(options.seconds, budget.least_rounds)
+
+
+def _result_line(result: Result) -> str:
+    ratios = ", ".join(f"{entry.peer} {entry.ratio.median:.2f}" for entry in result.peers if entry.ratio)
+    return f"{result.case.name}: {ratios or 'no peer'}"
+
+
+def _measure(console: Console, run: Run, cases: Sequence[Case], measure: Callable[[Case], Result]) -> None:
+    """Measures all cases into the run, with a progress bar on a terminal and a line for each case elsewhere."""
+
+    def one(case: Case) -> None:
+        try:
+            run.results.append(measure(case))
+        except (RuntimeError, ValueError, TypeError) as error:  # a long run survives a case that breaks, and says so
+            run.failures[case.name] = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+
+    if not console.is_terminal:
+        for number, case in enumerate(cases, start=1):
+            one(case)
+            line = _result_line(run.results[-1]) if case.name not in run.failures else f"{case.name}: FAILED"
+            console.print(f"[{number}/{len(cases)}] {line}", markup=False, soft_wrap=True)
+        console.print()
+        return
+
+    columns = (
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]left[/]"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.name)
+            one(case)
+            progress.advance(task)
+
+
+def _save(console: Console, run: Run, directory: Path, write_markdown: bool) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    run.save(directory / "results.json")
+    written = ["results.json"]
+    if write_markdown:
+        text = markdown(run)
+        (directory / "results.md").write_text(text)
+        written.append("results.md")
+        console.print(text, markup=False, soft_wrap=True)
+    try:
+        save_plot(directory / "ratios.png", run)
+        written.append("ratios.png")
+    except ImportError:
+        console.print(
+            'no plot: matplotlib is missing (pip install "mha_ext[bench]" or pip install matplotlib)', markup=False
+        )
+    for name in written:
+        console.print(f"written: {(directory / name).resolve()}", soft_wrap=True)
+
+
+def _new_run(console: Console, options: argparse.Namespace, cases: Iterable[Case], command: str) -> Run:
+    timed = [case for case in cases if case.task != "memory"]
+    console.print("measuring the machine's roofs")
+    roofs = measure_roofs(case.dtype for case in timed) if timed else Roofs(float("nan"))
+    return Run(machine.describe(), command, roofs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns 0 when every peer that was measured computed what we compute."""
+    started = time.perf_counter()
+    options = _arguments(arguments)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PLAIN_WIDTH, highlight=False)
+    if options.load:
+        run = Run.load(options.load)
+        print_run(console, run)
+        if options.markdown:
+            console.print(markdown(run), markup=False, soft_wrap=True)
+        return 0
+
+    cases = case_list.select(
+        case_list.preset(options.preset), words=options.words, dtypes=options.dtype, suites=options.suite
+    )
+    if not cases:
+        console.print("no case is selected: --list without filters prints them all")
+        return 2
+    if options.list:
+        for case in cases:
+            console.print(case.name, markup=False)
+        return 0
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+    given = sys.argv[1:] if arguments is None else arguments
+    run = _new_run(console, options, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
+    for line in head_lines(run):
+        console.print(line, markup=False)
+    console.print()
+    chosen, budget = _peer_filter(options), _budget(options)
+    _measure(console, run, cases, lambda case: measure_case(case, chosen, budget))
+    print_run(console, run)
+    _save(console, run, options.output, options.markdown)
+    console.print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")
+    return 1 if run.failures or any(result.wrong for result in run.results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
