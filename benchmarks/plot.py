@@ -11,6 +11,7 @@ from benchmarks.report import Run
 _COLOURS = ("#2b6cb0", "#d1602b", "#3a8f5c", "#8a5fa8", "#b08a2b")
 _ROW_HEIGHT = 0.2  # inches
 _LABELS_WIDTH = 4.0
+_MARGIN = 1.25
 
 
 def _draw(axes, results: Sequence[Result], colours: dict[str, str]) -> None:
@@ -31,6 +32,8 @@ def _draw(axes, results: Sequence[Result], colours: dict[str, str]) -> None:
         position += 0.6
     axes.set_yticks(ticks, labels, fontsize=7)
     axes.set_ylim(position, -1)
+    largest = max(entry.ratio.median for result in results for entry in result.peers if entry.ratio)
+    axes.set_xlim(0, _MARGIN * max(largest, 1.0))  # a disturbed round's long whisker must not squeeze the bars
     axes.axvline(1.0, color="#222222", linewidth=1)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
