@@ -1,0 +1,128 @@
+// The operators as C++ functions: what they take (one struct for attention, one for the whole layer) and one typed
+// caller each. A caller goes through the dispatcher, so autograd, autocast and the device's kernel all take part.
+//
+// B batch, H query heads, H_kv key/value heads (H_kv divides H), T_q and T_kv lengths, D and D_v head widths.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace mha_ext {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline OptionalTensor to_optional(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+inline at::Tensor from_optional(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : at::Tensor(); }
+
+enum Causal : int64_t {
+  kNotCausal = 0,
+  kUpperLeft = 1,   // key j is visible to query i iff j <= i
+  kLowerRight = 2,  // key j is visible to query i iff j <= i + T_kv - num_appended_keys - T_q
+};
+
+// A tensor that is absent is an undefined tensor.
+struct AttentionArguments {
+  at::Tensor query;             // (B, H, T_q, D)
+  at::Tensor key;               // (B, H_kv, T_kv, D)
+  at::Tensor value;             // (B, H_kv, T_kv, D_v); absent for the attention weights
+  at::Tensor attn_mask;         // broadcasts to (B, H, T_q, T_kv - num_appended_keys); bool: True = may attend; else added
+  at::Tensor key_padding_mask;  // (B or 1, T_kv - num_appended_keys); bool: True = ignore; else added
+  at::Tensor dropout_seed;      // int64, one element; present iff dropout_p > 0
+  double dropout_p = 0.0;
+  int64_t causal = kNotCausal;
+  std::optional<double> scale = std::nullopt;  // 1 / sqrt(D) when absent
+  int64_t num_appended_keys = 0;  // the last keys, which every query sees: no mask applies to them
+};
+
+using AttentionResult = std::tuple<at::Tensor, at::Tensor>;                                       // out, lse
+using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // q, k, v, masks
+using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;              // q, k, masks
+
+// out (B, H, T_q, D_v) with out.transpose(1, 2) contiguous; lse (B, H, T_q), -inf for a query that sees no key.
+AttentionResult call_attention(const AttentionArguments& arguments);
+
+// What the backward operators take besides the forward's arguments. Undefined gradients count as zero.
+struct AttentionCotangents {
+  at::Tensor grad_out;
+  at::Tensor grad_lse;
+  at::Tensor out;
+  at::Tensor lse;
+  std::array<bool, 5> output_mask;  // query, key, value, attn_mask, key_padding_mask
+};
+AttentionGradients call_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
+
+// (B, H, T_q, T_kv), or their mean over heads (B, T_q, T_kv): the weights that attention used, after dropout.
+at::Tensor call_attention_weights(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
+
+struct WeightsCotangents {
+  at::Tensor grad_weights;
+  at::Tensor lse;
+  bool average;
+  std::array<bool, 4> output_mask;  // query, key, attn_mask, key_padding_mask
+};
+WeightsGradients call_attention_weights_backward(const AttentionArguments& arguments,
+                                                 const WeightsCotangents& cotangents);
+
+enum SharedInputs : int64_t {
+  kSeparateInputs = 0,
+  kSharedKeyValue = 1,  // key is value: one product for both; their gradient goes to `key`
+  kSharedAll = 2,       // query is key is value: one product; the gradient goes to `query`
+};
+
+// E is the inputs' width, E_out the output's. Rows of in_proj_weight: H * D of query, H_kv * D of key, of value.
+struct LayerArguments {
+  at::Tensor query;            // (B, T_q, E), or (T_q, B, E) unless batch_first
+  at::Tensor key;              // (B, T_kv, E), or (T_kv, B, E)
+  at::Tensor value;            // as key
+  at::Tensor in_proj_weight;   // ((H + 2 H_kv) * D, E)
+  at::Tensor in_proj_bias;     // ((H + 2 H_kv) * D,), may be absent
+  at::Tensor out_proj_weight;  // (E_out, H * D)
+  at::Tensor out_proj_bias;    // (E_out,), may be absent
+  at::Tensor attn_mask;        // these three as in AttentionArguments
+  at::Tensor key_padding_mask;
+  at::Tensor dropout_seed;
+  int64_t num_heads = 1;
+  int64_t num_kv_heads = 1;
+  int64_t shared_inputs = kSeparateInputs;
+  bool batch_first = true;
+  double dropout_p = 0.0;
+  int64_t causal = kNotCausal;
+  std::optional<double> scale = std::nullopt;
+};
+
+// What the layer's backward reads: the projections as they were computed (one buffer for inputs that are shared, the
+// others empty), the heads' outputs side by side, and the log-sum-exp.
+struct LayerState {
+  at::Tensor q;
+  at::Tensor k;
+  at::Tensor v;
+  at::Tensor context;
+  at::Tensor lse;
+};
+
+using LayerResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using LayerGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                                  at::Tensor, at::Tensor>;
+constexpr size_t kNumLayerGradients = 9;  // query to out_proj_bias, attn_mask, key_padding_mask
+
+struct LayerCotangents {
+  at::Tensor grad_out;
+  LayerState state;
+  std::array<bool, kNumLayerGradients> output_mask;
+};
+
+// out (B, T_q, E_out) or (T_q, B, E_out), then the members of LayerState.
+LayerResult call_multi_head_attention(const LayerArguments& arguments);
+LayerGradients call_multi_head_attention_backward(const LayerArguments& arguments, const LayerCotangents& cotangents);
+
+// An attention weight is kept iff its 32-bit hash is at least this.
+inline uint32_t dropout_threshold(double dropout_p) { return static_cast<uint32_t>(dropout_p * 4294967296.0); }
+
+}  // namespace mha_ext

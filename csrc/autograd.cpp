@@ -1,0 +1,153 @@
+// Derivatives of the attention operators. Three roads at the Autograd key:
+// - a function transform (vmap, jvp, torch.func.grad, ...) is active or an input carries a forward-mode tangent: the ATen
+//   composition, which every transform can take apart;
+// - an input requires a gradient: a Function whose backward is our backward operator;
+// - else: on to the device's kernel.
+// The backward operators have closed forms in ATen, re-derived from the inputs, for whoever differentiates them.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "composite.h"
+#include "differentiation.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Numbers that a Function keeps for its backward.
+void save_numbers(AutogradContext* context, const AttentionArguments& a) {
+  context->saved_data["dropout_p"] = a.dropout_p;
+  context->saved_data["causal"] = a.causal;
+  context->saved_data["scale"] = a.scale;
+  context->saved_data["num_appended_keys"] = a.num_appended_keys;
+}
+
+void load_numbers(AutogradContext* context, AttentionArguments& a) {
+  a.dropout_p = context->saved_data["dropout_p"].toDouble();
+  a.causal = context->saved_data["causal"].toInt();
+  a.scale = context->saved_data["scale"].toOptional<double>();
+  a.num_appended_keys = context->saved_data["num_appended_keys"].toInt();
+}
+
+// Only differentiable tensors are parameters of `apply`; masks and the seed come along in the arguments.
+class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, const AttentionArguments& a) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    context->set_materialize_grads(false);
+    const auto [out, lse] = call_attention(a);
+    context->save_for_backward(
+        {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse});
+    save_numbers(context, a);
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
+    AttentionArguments a{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
+    load_numbers(context, a);
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
+    const std::array<bool, 5> wanted =
+        wanted_gradients<5>(context, {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask});
+    const auto [query, key, value, attn_mask, key_padding_mask] =
+        call_attention_backward(a, {grads[0], grads[1], saved[6], saved[7], wanted});
+    return {query, key, value, attn_mask, key_padding_mask, at::Tensor()};
+  }
+};
+
+struct WeightsCall {
+  const AttentionArguments& arguments;
+  const at::Tensor& lse;
+  bool average;
+};
+
+class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                            const OptionalTensor&, const WeightsCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const AttentionArguments& a = call.arguments;
+    context->save_for_backward({a.query, a.key, a.attn_mask, a.key_padding_mask, a.dropout_seed, call.lse});
+    save_numbers(context, a);
+    context->saved_data["average"] = call.average;
+    return call_attention_weights(a, call.lse, call.average);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
+    AttentionArguments a{saved[0], saved[1], {}, saved[2], saved[3], saved[4]};
+    load_numbers(context, a);
+    const bool average = context->saved_data["average"].toBool();
+    const std::array<bool, 4> wanted = wanted_gradients<4>(context, {a.query, a.key, a.attn_mask, a.key_padding_mask});
+    const auto [query, key, attn_mask, key_padding_mask] =
+        call_attention_weights_backward(a, {grads[0], saved[5], average, wanted});
+    return {query, key, attn_mask, key_padding_mask, at::Tensor()};
+  }
+};
+
+std::array<at::Tensor, 5> differentiable(const AttentionArguments& a) {
+  return {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask};
+}
+
+AttentionResult attention_autograd(const AttentionArguments& a) {
+  const auto inputs = differentiable(a);
+  if (must_decompose(inputs)) return attention_math(a);
+  if (needs_gradient(inputs)) {
+    const variable_list results = AttentionFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask),
+                                                           to_optional(a.key_padding_mask), a);
+    return {results[0], results[1]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention(a);
+}
+
+AttentionGradients attention_backward_autograd(const AttentionArguments& a, const AttentionCotangents& c) {
+  const auto inputs = differentiable(a);
+  const std::array<at::Tensor, 2> grads{c.grad_out, c.grad_lse};
+  if (must_decompose(inputs) || must_decompose(grads) || needs_gradient(inputs) || needs_gradient(grads)) {
+    return attention_backward_math(a, c);
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_backward(a, c);
+}
+
+at::Tensor attention_weights_autograd(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+  const auto inputs = differentiable(a);
+  if (must_decompose(inputs)) return attention_weights_from_inputs(a, lse, average);
+  if (needs_gradient(inputs)) {
+    return WeightsFunction::apply(a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                                  WeightsCall{a, lse, average});
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_weights(a, lse, average);
+}
+
+WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a, const WeightsCotangents& c) {
+  const auto inputs = differentiable(a);
+  const std::array<at::Tensor, 1> grads{c.grad_weights};
+  if (must_decompose(inputs) || must_decompose(grads) || needs_gradient(inputs) || needs_gradient(grads)) {
+    return attention_weights_backward_math(a, c);
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_weights_backward(a, c);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
+  m.impl("attention", TORCH_FN(attention_kernel<attention_autograd>));
+  m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_autograd>));
+  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_autograd>));
+  m.impl("attention_weights_backward",
+         TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_autograd>));
+}
+
+}  // namespace mha_ext

@@ -1,0 +1,70 @@
+#include "composite.h"
+
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "problem.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+using pairs::Operand;
+using pairs::Problem;
+
+// Folded, True where a pair is visible; undefined when none is hidden.
+at::Tensor folded_visible(const Problem& p, const c10::SymInt& kv_heads) {
+  if (!p.hidden.defined()) return {};
+  return pairs::fold(p.hidden.logical_not().expand_symint(p.softmax.probabilities.sym_sizes()), kv_heads);
+}
+
+// dV = W^T dO
+at::Tensor value_gradient(const AttentionArguments& a, const Problem& p, const Operand& grad_out) {
+  const c10::SymInt kv_heads = a.key.sym_size(1);
+  const at::Tensor weights = pairs::fold(pairs::dropped(p.softmax.probabilities, p), kv_heads);
+  Operand folded{pairs::fold(grad_out.values, kv_heads), {}};
+  at::Tensor visible;
+  if (grad_out.bad.defined()) {
+    folded.bad = pairs::fold(grad_out.bad, kv_heads);
+    visible = folded_visible(p, kv_heads).transpose(2, 3);
+  }
+  return pairs::weighted_sum(weights.transpose(2, 3), folded, visible);
+}
+
+}  // namespace
+
+AttentionResult attention_math(const AttentionArguments& a) {
+  check_attention("attention", a);
+  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
+  const c10::SymInt kv_heads = a.key.sym_size(1);
+  const at::Tensor weights = pairs::fold(pairs::dropped(p.softmax.probabilities, p), kv_heads);
+  const at::Tensor visible = p.value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
+  const at::Tensor out = pairs::unfold(pairs::weighted_sum(weights, p.value, visible), a.query.sym_size(1));
+  return {pairs::finish(out, a.query), p.softmax.lse.contiguous()};
+}
+
+AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {
+  check_attention_backward(a, c);
+  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
+  at::Tensor grad_weights, grad_value;
+  if (c.grad_out.defined()) {
+    const Operand grad_out = pairs::make_operand(c.grad_out.to(pairs::compute_dtype(a.query)), p.hidden);
+    grad_weights = pairs::pair_product(grad_out, p.value);
+    if (c.output_mask[2]) grad_value = value_gradient(a, p, grad_out);
+  } else if (c.output_mask[2]) {
+    grad_value = p.value.values * 0;
+  }
+  const pairs::InputGradients g =
+      pairs::input_gradients(a, p, pairs::score_gradient(p, grad_weights, c.grad_lse),
+                             {c.output_mask[0], c.output_mask[1], c.output_mask[3], c.output_mask[4]});
+  return {pairs::finish(g.query, a.query), pairs::finish(g.key, a.key), pairs::finish(grad_value, a.value),
+          pairs::finish_mask(g.attn_mask, a.attn_mask), pairs::finish_mask(g.key_padding_mask, a.key_padding_mask)};
+}
+
+TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
+  m.impl("attention", TORCH_FN(attention_kernel<attention_math>));
+  m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
+}
+
+}  // namespace mha_ext

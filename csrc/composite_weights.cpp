@@ -1,0 +1,128 @@
+// The attention weights as a result, and their backward.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <vector>
+
+#include "checks.h"
+#include "composite.h"
+#include "problem.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+using pairs::HeadRange;
+using pairs::Problem;
+
+// The problem of head h alone, as tensors with one head.
+AttentionArguments select_head(const AttentionArguments& a, int64_t h) {
+  AttentionArguments one = a;
+  const c10::SymInt group = a.query.sym_size(1) / a.key.sym_size(1);
+  one.query = a.query.narrow(1, h, 1);
+  one.key = a.key.narrow_symint(1, c10::SymInt(h) / group, 1);
+  if (a.attn_mask.defined() && a.attn_mask.sym_size(1) != 1) one.attn_mask = a.attn_mask.narrow(1, h, 1);
+  return one;
+}
+
+int64_t num_heads(const AttentionArguments& a) { return a.query.sym_size(1).guard_int(__FILE__, __LINE__); }
+
+// exp(S - lse) after dropout, in place on the scores: not differentiable.
+at::Tensor weights_from_lse(const AttentionArguments& a, const at::Tensor& lse, const HeadRange& heads) {
+  const at::ScalarType dtype = pairs::compute_dtype(a.query);
+  const at::Tensor query = a.query.to(dtype) * pairs::scale_of(a);
+  at::Tensor weights = pairs::masked_scores(a, {query, {}}, {a.key.to(dtype), {}}, /*hidden=*/{});
+  const at::Tensor finite_lse = lse.masked_fill(lse.eq(-std::numeric_limits<double>::infinity()), 0);
+  weights.sub_(finite_lse.unsqueeze(-1)).exp_();
+  const at::Tensor hidden = pairs::hidden_pairs(a);
+  if (hidden.defined()) weights.masked_fill_(hidden, 0);
+  if (a.dropout_seed.defined()) weights.mul_(pairs::dropout_multipliers(a, heads));
+  return weights;
+}
+
+// A sum, or a list to be put side by side, that grows head by head.
+class PerHead {
+ public:
+  explicit PerHead(bool adds) : adds_(adds) {}
+
+  void push(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (adds_ && !parts_.empty()) {
+      parts_.front() = parts_.front() + tensor;
+    } else {
+      parts_.push_back(tensor);
+    }
+  }
+
+  at::Tensor result() const {
+    if (parts_.empty()) return {};
+    return parts_.size() == 1 ? parts_.front() : at::cat(parts_, 1);
+  }
+
+ private:
+  bool adds_;
+  std::vector<at::Tensor> parts_;
+};
+
+}  // namespace
+
+at::Tensor attention_weights_math(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+  check_attention_weights(a, lse);
+  const int64_t heads = num_heads(a);
+  if (!average) return weights_from_lse(a, lse, {0, heads}).to(a.query.scalar_type());
+  at::Tensor mean;
+  for (int64_t h = 0; h < heads; ++h) {
+    const at::Tensor weights = weights_from_lse(select_head(a, h), lse.narrow(1, h, 1), {h, heads}).squeeze(1);
+    mean = h == 0 ? weights : mean.add_(weights);
+  }
+  return mean.div_(heads).to(a.query.scalar_type());
+}
+
+at::Tensor attention_weights_from_inputs(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+  check_attention_weights(a, lse);
+  const int64_t heads = num_heads(a);
+  at::Tensor sum;
+  for (int64_t h = 0; h < (average ? heads : 1); ++h) {
+    const AttentionArguments problem_arguments = average ? select_head(a, h) : a;
+    const Problem p = pairs::make_problem(problem_arguments, {h, heads});
+    const at::Tensor weights = pairs::dropped(p.softmax.probabilities, p);
+    sum = sum.defined() ? sum + weights : weights;
+  }
+  return (average ? sum.squeeze(1) / heads : sum).to(a.query.scalar_type());
+}
+
+WeightsGradients attention_weights_backward_math(const AttentionArguments& a, const WeightsCotangents& c) {
+  check_attention_weights_backward(a, c);
+  const int64_t heads = num_heads(a);
+  const int64_t group = heads / a.key.sym_size(1).guard_int(__FILE__, __LINE__);
+  at::Tensor grad = c.grad_weights.to(pairs::compute_dtype(a.query));
+  if (c.average) grad = grad.unsqueeze(1) / heads;
+  const bool mask_shared = a.attn_mask.defined() && a.attn_mask.sym_size(1) == 1;
+  PerHead grad_query(false), grad_key(false), grad_mask(mask_shared), grad_padding(true), grad_group(true);
+  for (int64_t h = 0; h < heads; ++h) {
+    const AttentionArguments one = select_head(a, h);
+    const Problem p = pairs::make_problem(one, {h, heads});
+    const at::Tensor grad_scores = pairs::score_gradient(p, c.average ? grad : grad.narrow(1, h, 1), {});
+    const pairs::InputGradients g = pairs::input_gradients(one, p, grad_scores, c.output_mask);
+    grad_query.push(g.query);
+    grad_mask.push(g.attn_mask);
+    grad_padding.push(g.key_padding_mask);
+    grad_group.push(g.key);
+    if ((h + 1) % group == 0) {
+      grad_key.push(grad_group.result());
+      grad_group = PerHead(true);
+    }
+  }
+  return {pairs::finish(grad_query.result(), a.query), pairs::finish(grad_key.result(), a.key),
+          pairs::finish_mask(grad_mask.result(), a.attn_mask),
+          pairs::finish_mask(grad_padding.result(), a.key_padding_mask)};
+}
+
+TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
+  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_math>));
+  m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_math>));
+}
+
+}  // namespace mha_ext

@@ -1,0 +1,109 @@
+// Shapes, dtypes and strides of every result, for tracing: nothing is computed and sizes may be symbolic.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like) {
+  return at::empty_symint(sizes, like.options());
+}
+
+// (B, H, T, X) lying as (B, T, H, X).
+at::Tensor empty_heads_innermost(const at::Tensor& like, const c10::SymInt& width) {
+  return empty({like.sym_size(0), like.sym_size(2), like.sym_size(1), width}, like).transpose(1, 2);
+}
+
+at::Tensor gradient_like(bool wanted, const at::Tensor& tensor) {
+  return wanted ? empty_heads_innermost(tensor, tensor.sym_size(3)) : at::Tensor();
+}
+
+at::Tensor contiguous_like(bool wanted, const at::Tensor& tensor) {
+  return wanted ? empty(tensor.sym_sizes(), tensor) : at::Tensor();
+}
+
+at::TensorOptions lse_options(const at::Tensor& query) {
+  return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+AttentionResult attention_meta(const AttentionArguments& a) {
+  check_attention("attention", a);
+  const at::Tensor& q = a.query;
+  return {empty_heads_innermost(q, a.value.sym_size(3)),
+          at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, lse_options(q))};
+}
+
+AttentionGradients attention_backward_meta(const AttentionArguments& a, const AttentionCotangents& c) {
+  check_attention_backward(a, c);
+  return {gradient_like(c.output_mask[0], a.query), gradient_like(c.output_mask[1], a.key),
+          gradient_like(c.output_mask[2], a.value), contiguous_like(c.output_mask[3], a.attn_mask),
+          contiguous_like(c.output_mask[4], a.key_padding_mask)};
+}
+
+at::Tensor attention_weights_meta(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+  check_attention_weights(a, lse);
+  const at::Tensor& q = a.query;
+  if (average) return empty({q.sym_size(0), q.sym_size(2), a.key.sym_size(2)}, q);
+  return empty({q.sym_size(0), q.sym_size(1), q.sym_size(2), a.key.sym_size(2)}, q);
+}
+
+WeightsGradients attention_weights_backward_meta(const AttentionArguments& a, const WeightsCotangents& c) {
+  check_attention_weights_backward(a, c);
+  return {gradient_like(c.output_mask[0], a.query), gradient_like(c.output_mask[1], a.key),
+          contiguous_like(c.output_mask[2], a.attn_mask), contiguous_like(c.output_mask[3], a.key_padding_mask)};
+}
+
+LayerResult multi_head_attention_meta(const LayerArguments& a) {
+  check_layer(a);
+  const c10::SymInt head_dim = a.in_proj_weight.sym_size(0) / (a.num_heads + 2 * a.num_kv_heads);
+  const c10::SymInt query_width = head_dim * a.num_heads;
+  const c10::SymInt kv_width = head_dim * a.num_kv_heads;
+  const auto rows_of = [](const at::Tensor& input, const c10::SymInt& width) {
+    return empty({input.sym_size(0), input.sym_size(1), width}, input);
+  };
+  const at::Tensor none = empty({0}, a.query);
+  const at::Tensor context = rows_of(a.query, query_width);
+  const at::Tensor out = rows_of(a.query, a.out_proj_weight.sym_size(0));
+  const c10::SymInt batch = a.query.sym_size(a.batch_first ? 0 : 1);
+  const c10::SymInt length = a.query.sym_size(a.batch_first ? 1 : 0);
+  const at::Tensor lse = at::empty_symint({batch, a.num_heads, length}, lse_options(a.query));
+  switch (a.shared_inputs) {
+    case kSharedAll:
+      return {out, rows_of(a.query, query_width + 2 * kv_width), none, empty({0}, a.query), context, lse};
+    case kSharedKeyValue:
+      return {out, rows_of(a.query, query_width), rows_of(a.key, 2 * kv_width), none, context, lse};
+    default:
+      return {out, rows_of(a.query, query_width), rows_of(a.key, kv_width), rows_of(a.value, kv_width), context, lse};
+  }
+}
+
+LayerGradients multi_head_attention_backward_meta(const LayerArguments& a, const LayerCotangents& c) {
+  check_layer_backward(a, c);
+  const auto& wanted = c.output_mask;
+  return {contiguous_like(wanted[0], a.query),
+          contiguous_like(wanted[1] && a.shared_inputs != kSharedAll, a.key),
+          contiguous_like(wanted[2] && a.shared_inputs == kSeparateInputs, a.value),
+          contiguous_like(wanted[3], a.in_proj_weight),
+          contiguous_like(wanted[4], a.in_proj_bias),
+          contiguous_like(wanted[5], a.out_proj_weight),
+          contiguous_like(wanted[6], a.out_proj_bias),
+          contiguous_like(wanted[7], a.attn_mask),
+          contiguous_like(wanted[8], a.key_padding_mask)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mha_ext, Meta, m) {
+  m.impl("attention", TORCH_FN(attention_kernel<attention_meta>));
+  m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_meta>));
+  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_meta>));
+  m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_meta>));
+  m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_meta>));
+  m.impl("multi_head_attention_backward",
+         TORCH_FN(multi_head_attention_backward_kernel<multi_head_attention_backward_meta>));
+}
+
+}  // namespace mha_ext

@@ -1,0 +1,211 @@
+// The whole layer: packed projections, attention on views of them, output projection; and its backward. Both call our
+// attention operators through the dispatcher, so they serve every device, and they are differentiable where those are.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "checks.h"
+#include "composite.h"
+#include "pairs.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+c10::SymInt head_dim(const LayerArguments& a) {
+  return a.in_proj_weight.sym_size(0) / (a.num_heads + 2 * a.num_kv_heads);
+}
+
+// Rows [first, first + count) of the packed projection, counted in heads.
+struct HeadRows {
+  int64_t first;
+  int64_t count;
+};
+
+at::Tensor rows_of(const at::Tensor& packed, const HeadRows& rows, const c10::SymInt& head_dim) {
+  return packed.defined() ? packed.narrow_symint(0, rows.first * head_dim, rows.count * head_dim) : packed;
+}
+
+at::Tensor project(const LayerArguments& a, const at::Tensor& input, const HeadRows& rows) {
+  const at::Tensor weight = rows_of(a.in_proj_weight, rows, head_dim(a));
+  const at::Tensor bias = rows_of(a.in_proj_bias, rows, head_dim(a));
+  return at::linear(input, weight, to_optional(bias));
+}
+
+// One product with the packed weight: an input, the gradient it takes part in, and the rows it is multiplied with.
+struct Projection {
+  const at::Tensor* input;
+  HeadRows rows;
+};
+
+std::vector<Projection> projections(const LayerArguments& a) {
+  const int64_t h = a.num_heads, g = a.num_kv_heads;
+  switch (a.shared_inputs) {
+    case kSharedAll:
+      return {{&a.query, {0, h + 2 * g}}};
+    case kSharedKeyValue:
+      return {{&a.query, {0, h}}, {&a.key, {h, 2 * g}}};
+    default:
+      return {{&a.query, {0, h}}, {&a.key, {h, g}}, {&a.value, {h + g, g}}};
+  }
+}
+
+// (B, T, n * D) or (T, B, n * D) as a (B, n, T, D) view.
+at::Tensor split_heads(const LayerArguments& a, const at::Tensor& packed) {
+  const at::Tensor heads = packed.unflatten_symint(-1, {-1, head_dim(a)});
+  return a.batch_first ? heads.transpose(1, 2) : heads.permute({1, 2, 0, 3});
+}
+
+// The reverse; a view when the tensor lies as (B, T, H, D) and batch_first.
+at::Tensor combine_heads(const LayerArguments& a, const at::Tensor& heads) {
+  return (a.batch_first ? heads.transpose(1, 2) : heads.permute({2, 0, 1, 3})).flatten(2);
+}
+
+AttentionArguments attention_arguments(const LayerArguments& a, const LayerState& s) {
+  AttentionArguments arguments{{},          {},       {}, a.attn_mask, a.key_padding_mask, a.dropout_seed,
+                               a.dropout_p, a.causal, a.scale};
+  const int64_t h = a.num_heads, g = a.num_kv_heads;
+  if (a.shared_inputs == kSharedAll) {
+    const std::vector<at::Tensor> parts = split_heads(a, s.q).split_with_sizes({h, g, g}, 1);
+    arguments.query = parts[0], arguments.key = parts[1], arguments.value = parts[2];
+    return arguments;
+  }
+  arguments.query = split_heads(a, s.q);
+  if (a.shared_inputs == kSharedKeyValue) {
+    const std::vector<at::Tensor> parts = split_heads(a, s.k).split_with_sizes({g, g}, 1);
+    arguments.key = parts[0], arguments.value = parts[1];
+  } else {
+    arguments.key = split_heads(a, s.k), arguments.value = split_heads(a, s.v);
+  }
+  return arguments;
+}
+
+// Everything but the output projection.
+LayerState attend(const LayerArguments& a) {
+  LayerState s;
+  const std::array<at::Tensor*, 3> buffers{&s.q, &s.k, &s.v};
+  const std::vector<Projection> products = projections(a);
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    *buffers[i] = i < products.size() ? project(a, *products[i].input, products[i].rows)
+                                      : at::empty({0}, a.query.options());
+  }
+  at::Tensor heads;
+  std::tie(heads, s.lse) = call_attention(attention_arguments(a, s));
+  s.context = combine_heads(a, heads);
+  return s;
+}
+
+at::Tensor flat_rows(const at::Tensor& tensor) { return tensor.flatten(0, 1); }
+
+// What a hidden key's input holds must not reach the weights' gradient: where a row of `grad` is 0 (only then can the
+// row be without influence) non-finite numbers of `input` become 0.
+at::Tensor without_hidden_rows(const LayerArguments& a, const at::Tensor& input, const at::Tensor& grad) {
+  const bool may_hide_keys = a.attn_mask.defined() || a.key_padding_mask.defined() ||
+                             (a.causal != kNotCausal && a.shared_inputs != kSharedAll);
+  if (!may_hide_keys) return input;
+  if (pairs::has_readable_values(input) && at::isfinite(input.detach().sum()).item<bool>()) return input;
+  const at::Tensor unused = grad.ne(0).any(-1, /*keepdim=*/true).logical_not();
+  return input.masked_fill(at::isfinite(input).logical_not().logical_and(unused), 0);
+}
+
+at::Tensor side_by_side(const std::vector<at::Tensor>& parts, int64_t dim) {
+  return parts.size() == 1 ? parts.front() : at::cat(parts, dim);
+}
+
+// grads[i] belongs to projections(a)[i]: (rows, its width), undefined when nobody needs it. Fills the first five.
+void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>& grads,
+                          const std::array<bool, kNumLayerGradients>& wanted,
+                          std::array<at::Tensor, kNumLayerGradients>& result) {
+  const std::vector<Projection> products = projections(a);
+  std::vector<at::Tensor> weight_parts, bias_parts;
+  for (size_t i = 0; i < products.size(); ++i) {
+    const at::Tensor& input = *products[i].input;
+    if (wanted[i]) {
+      const at::Tensor product = at::mm(grads[i], rows_of(a.in_proj_weight, products[i].rows, head_dim(a)));
+      result[i] = product.unflatten_symint(0, {input.sym_size(0), input.sym_size(1)});
+    }
+    if (wanted[3]) {
+      const at::Tensor rows = flat_rows(input);
+      weight_parts.push_back(at::mm(grads[i].t(), without_hidden_rows(a, rows, grads[i])));
+    }
+    if (wanted[4]) bias_parts.push_back(grads[i].sum(0));
+  }
+  if (wanted[3]) result[3] = side_by_side(weight_parts, 0);
+  if (wanted[4]) result[4] = side_by_side(bias_parts, 0);
+}
+
+// The gradients of the attention's query, key and value, joined as the projections are.
+std::vector<at::Tensor> joined(const LayerArguments& a, const AttentionGradients& g) {
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& grad : {std::get<0>(g), std::get<1>(g), std::get<2>(g)}) {
+    parts.push_back(grad.defined() ? flat_rows(combine_heads(a, grad)) : grad);
+  }
+  if (!parts[1].defined() && a.shared_inputs != kSeparateInputs) return {parts[0], {}};
+  if (a.shared_inputs == kSharedAll) return {at::cat(parts, 1)};
+  if (a.shared_inputs == kSharedKeyValue) return {parts[0], at::cat({parts[1], parts[2]}, 1)};
+  return parts;
+}
+
+// Which of the attention's five gradients the layer's wanted ones need.
+std::array<bool, 5> attention_mask(const LayerArguments& a, const std::array<bool, kNumLayerGradients>& wanted) {
+  const bool parameters = wanted[3] || wanted[4];
+  const bool query = wanted[0] || parameters;
+  const bool key = (a.shared_inputs == kSharedAll ? wanted[0] : wanted[1]) || parameters;
+  const bool value = (a.shared_inputs == kSeparateInputs ? wanted[2] || parameters : key);
+  return {query, key, value, wanted[7], wanted[8]};
+}
+
+std::array<bool, kNumLayerGradients> existing_gradients(const LayerArguments& a,
+                                                        std::array<bool, kNumLayerGradients> wanted) {
+  wanted[1] = wanted[1] && a.shared_inputs != kSharedAll;
+  wanted[2] = wanted[2] && a.shared_inputs == kSeparateInputs;
+  return wanted;
+}
+
+}  // namespace
+
+LayerResult multi_head_attention_composed(const LayerArguments& a) {
+  check_layer(a);
+  const LayerState s = attend(a);
+  const at::Tensor out = at::linear(s.context, a.out_proj_weight, to_optional(a.out_proj_bias));
+  return {out, s.q, s.k, s.v, s.context, s.lse};
+}
+
+LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, const LayerCotangents& c) {
+  check_layer_backward(a, c);
+  const auto wanted = existing_gradients(a, c.output_mask);
+  std::array<at::Tensor, kNumLayerGradients> result;
+  const at::Tensor grad_out = flat_rows(c.grad_out);
+  if (wanted[5]) result[5] = at::mm(grad_out.t(), flat_rows(c.state.context));
+  if (wanted[6]) result[6] = grad_out.sum(0);
+  const std::array<bool, 5> needed = attention_mask(a, wanted);
+  if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
+    const at::Tensor grad_context = at::mm(grad_out, a.out_proj_weight)
+                                        .unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
+    const AttentionGradients g = call_attention_backward(
+        attention_arguments(a, c.state),
+        {split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});
+    projection_gradients(a, joined(a, g), wanted, result);
+    result[7] = std::get<3>(g), result[8] = std::get<4>(g);
+  }
+  return std::tuple_cat(result);
+}
+
+LayerGradients multi_head_attention_backward_from_inputs(const LayerArguments& a, const LayerCotangents& c) {
+  check_layer_backward(a, c);
+  return multi_head_attention_backward_composed(a, {c.grad_out, attend(a), c.output_mask});
+}
+
+TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
+  m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_composed>));
+  m.impl("multi_head_attention_backward",
+         TORCH_FN(multi_head_attention_backward_kernel<multi_head_attention_backward_composed>));
+}
+
+}  // namespace mha_ext

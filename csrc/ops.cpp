@@ -1,0 +1,101 @@
+// Every operator's schema, and the typed callers that attention.h declares.
+#include <torch/library.h>
+
+#include "attention.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+AttentionResult call_attention(const AttentionArguments& a) {
+  static const auto op = find<decltype(attention_kernel<nullptr>)>("mha_ext::attention");
+  return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask), to_optional(a.dropout_seed),
+                 a.dropout_p, a.causal, a.scale, a.num_appended_keys);
+}
+
+AttentionGradients call_attention_backward(const AttentionArguments& a, const AttentionCotangents& c) {
+  static const auto op = find<decltype(attention_backward_kernel<nullptr>)>("mha_ext::attention_backward");
+  return op.call(to_optional(c.grad_out), to_optional(c.grad_lse), a.query, a.key, a.value, to_optional(a.attn_mask),
+                 to_optional(a.key_padding_mask), to_optional(a.dropout_seed), c.out, c.lse, a.dropout_p, a.causal, a.scale,
+                 a.num_appended_keys, c.output_mask);
+}
+
+at::Tensor call_attention_weights(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+  static const auto op = find<decltype(attention_weights_kernel<nullptr>)>("mha_ext::attention_weights");
+  return op.call(a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask), to_optional(a.dropout_seed), lse,
+                 a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
+}
+
+WeightsGradients call_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
+  static const auto op =
+      find<decltype(attention_weights_backward_kernel<nullptr>)>("mha_ext::attention_weights_backward");
+  return op.call(c.grad_weights, a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), c.lse, a.dropout_p, a.causal, a.scale, a.num_appended_keys, c.average,
+                 c.output_mask);
+}
+
+LayerResult call_multi_head_attention(const LayerArguments& a) {
+  static const auto op = find<decltype(multi_head_attention_kernel<nullptr>)>("mha_ext::multi_head_attention");
+  return op.call(a.query, a.key, a.value, a.in_proj_weight, to_optional(a.in_proj_bias), a.out_proj_weight,
+                 to_optional(a.out_proj_bias), to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), a.num_heads, a.num_kv_heads, a.shared_inputs, a.batch_first, a.dropout_p,
+                 a.causal, a.scale);
+}
+
+LayerGradients call_multi_head_attention_backward(const LayerArguments& a, const LayerCotangents& c) {
+  static const auto op =
+      find<decltype(multi_head_attention_backward_kernel<nullptr>)>("mha_ext::multi_head_attention_backward");
+  const LayerState& s = c.state;
+  return op.call(c.grad_out, a.query, a.key, a.value, a.in_proj_weight, to_optional(a.in_proj_bias), a.out_proj_weight,
+                 to_optional(a.out_proj_bias), to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), s.q, s.k, s.v, s.context, s.lse, a.num_heads, a.num_kv_heads,
+                 a.shared_inputs, a.batch_first, a.dropout_p, a.causal, a.scale, c.output_mask);
+}
+
+TORCH_LIBRARY(mha_ext, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "
+      "Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, float? scale=None, int num_appended_keys=0) "
+      "-> (Tensor out, Tensor lse)",
+      tags);
+  m.def(
+      "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, Tensor out, Tensor lse, *, float dropout_p, "
+      "int causal, float? scale, int num_appended_keys, bool[5] output_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "attention_weights(Tensor query, Tensor key, Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, "
+      "Tensor lse, *, float dropout_p, int causal, float? scale, int num_appended_keys, bool average) -> Tensor",
+      tags);
+  m.def(
+      "attention_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor? attn_mask, "
+      "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor lse, *, float dropout_p, int causal, float? scale, "
+      "int num_appended_keys, bool average, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "multi_head_attention(Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, Tensor? in_proj_bias, "
+      "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "
+      "Tensor? dropout_seed=None, *, int num_heads, int num_kv_heads, int shared_inputs=0, bool batch_first=True, "
+      "float dropout_p=0.0, int causal=0, float? scale=None) "
+      "-> (Tensor out, Tensor q, Tensor k, Tensor v, Tensor context, Tensor lse)",
+      tags);
+  m.def(
+      "multi_head_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, "
+      "Tensor? in_proj_bias, Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask, "
+      "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor q, Tensor k, Tensor v, Tensor context, Tensor lse, *, "
+      "int num_heads, int num_kv_heads, int shared_inputs, bool batch_first, float dropout_p, int causal, "
+      "float? scale, bool[9] output_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+}
+
+}  // namespace mha_ext

@@ -1,0 +1,178 @@
+#include "pairs.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <cmath>
+#include <limits>
+
+namespace mha_ext::pairs {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+at::Tensor nan_where(const at::Tensor& condition, const at::Tensor& like) {
+  return at::zeros_symint(condition.sym_sizes(), like.options()).masked_fill(condition, kNaN);
+}
+
+// A mask over the keys it was made for, widened to all keys: appended keys get 0 (nothing added, nothing hidden).
+at::Tensor over_all_keys(const at::Tensor& mask, const AttentionArguments& a) {
+  if (a.num_appended_keys == 0) return mask;
+  const c10::SymInt columns = a.key.sym_size(2) - a.num_appended_keys;
+  return at::constant_pad_nd_symint(mask.expand_symint({-1, -1, -1, columns}), {0, a.num_appended_keys});
+}
+
+at::Tensor padding_as_pairs(const at::Tensor& key_padding_mask) { return key_padding_mask.unsqueeze(1).unsqueeze(1); }
+
+at::Tensor beyond_diagonal(const AttentionArguments& a) {
+  const c10::SymInt columns = a.key.sym_size(2) - a.num_appended_keys;
+  const auto options = a.query.options().dtype(at::kLong);
+  const at::Tensor row = at::arange(a.query.sym_size(2), options).unsqueeze(-1);
+  const at::Tensor column = at::arange(columns, options);
+  const c10::SymInt offset = a.causal == kLowerRight ? columns - a.query.sym_size(2) : c10::SymInt(0);
+  return (column - row).gt(offset).unsqueeze(0).unsqueeze(0);
+}
+
+// Added to the scores. A float64 mask may hold finite numbers that float32 cannot: they stay finite, and visible.
+at::Tensor add_mask(const at::Tensor& scores, const at::Tensor& mask, const AttentionArguments& a) {
+  if (!mask.defined() || mask.scalar_type() == at::kBool) return scores;
+  constexpr double kMax = std::numeric_limits<float>::max();
+  const bool narrows = mask.scalar_type() == at::kDouble && scores.scalar_type() == at::kFloat;
+  const at::Tensor bias = (narrows ? mask.clamp(-kMax, kMax) : mask).to(scores.scalar_type());
+  return scores + over_all_keys(bias, a);
+}
+
+at::Tensor shift_right(const at::Tensor& x, int64_t bits) {
+  return x.bitwise_right_shift(bits).bitwise_and((int64_t{1} << (64 - bits)) - 1);
+}
+
+constexpr int64_t as_signed(uint64_t constant) { return static_cast<int64_t>(constant); }
+
+at::Tensor splitmix64(at::Tensor x) {
+  x = x + as_signed(0x9E3779B97F4A7C15);
+  x = x.bitwise_xor(shift_right(x, 30)) * as_signed(0xBF58476D1CE4E5B9);
+  x = x.bitwise_xor(shift_right(x, 27)) * as_signed(0x94D049BB133111EB);
+  return x.bitwise_xor(shift_right(x, 31));
+}
+
+at::Tensor low32(const at::Tensor& x) { return x.bitwise_and(int64_t{0xFFFFFFFF}); }
+
+}  // namespace
+
+at::ScalarType compute_dtype(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+double scale_of(const AttentionArguments& a) {
+  return a.scale.has_value() ? *a.scale : 1.0 / std::sqrt(static_cast<double>(a.query.sym_size(3).guard_int(__FILE__, __LINE__)));
+}
+
+bool has_readable_values(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                          c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+  return !tensor.is_meta() && !tensor.key_set().has_any(kWrapped) &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+at::Tensor hidden_pairs(const AttentionArguments& a) {
+  at::Tensor hidden;
+  const auto hide = [&](const at::Tensor& pairs) {
+    const at::Tensor all = over_all_keys(pairs, a);
+    hidden = hidden.defined() ? hidden.logical_or(all) : all;
+  };
+  if (a.attn_mask.defined()) {
+    hide(a.attn_mask.scalar_type() == at::kBool ? a.attn_mask.logical_not() : a.attn_mask.eq(-kInf));
+  }
+  if (a.key_padding_mask.defined()) {
+    const at::Tensor mask = padding_as_pairs(a.key_padding_mask);
+    hide(mask.scalar_type() == at::kBool ? mask : mask.eq(-kInf));
+  }
+  if (a.causal != kNotCausal) hide(beyond_diagonal(a));
+  return hidden;
+}
+
+Operand make_operand(const at::Tensor& tensor, const at::Tensor& hidden) {
+  if (!hidden.defined()) return {tensor, {}};
+  const at::Tensor bad = at::isfinite(tensor.detach()).logical_not();
+  if (has_readable_values(bad) && !bad.any().item<bool>()) return {tensor, {}};
+  return {tensor.masked_fill(bad, 0), bad};
+}
+
+at::Tensor fold(const at::Tensor& tensor, const c10::SymInt& kv_heads) {
+  return tensor.unflatten_symint(1, {kv_heads, tensor.sym_size(1) / kv_heads}).flatten(2, 3);
+}
+
+at::Tensor unfold(const at::Tensor& folded, const c10::SymInt& heads) {
+  const c10::SymInt group = heads / folded.sym_size(1);
+  return folded.unflatten_symint(2, {group, folded.sym_size(2) / group}).flatten(1, 2);
+}
+
+at::Tensor pair_product(const Operand& rows, const Operand& columns) {
+  const c10::SymInt kv_heads = columns.values.sym_size(1);
+  const c10::SymInt heads = rows.values.sym_size(1);
+  at::Tensor product = unfold(at::matmul(fold(rows.values, kv_heads), columns.values.transpose(2, 3)), heads);
+  if (rows.bad.defined()) product = product + nan_where(rows.bad.any(-1, /*keepdim=*/true), product);
+  if (columns.bad.defined()) {
+    const at::Tensor marks = nan_where(columns.bad.any(-1), product).unsqueeze(2);
+    product = product + marks.repeat_interleave_symint(heads / kv_heads, 1);
+  }
+  return product;
+}
+
+at::Tensor weighted_sum(const at::Tensor& weights, const Operand& x, const at::Tensor& visible) {
+  const at::Tensor sum = at::matmul(weights, x.values);
+  if (!x.bad.defined()) return sum;
+  const at::Tensor meets_bad = at::matmul(visible.to(sum.scalar_type()), x.bad.to(sum.scalar_type())).gt(0);
+  // Through the weights, so that their gradient is NaN as well.
+  return sum + weights.sum(-1, /*keepdim=*/true) * nan_where(meets_bad, sum);
+}
+
+at::Tensor masked_scores(const AttentionArguments& a, const Operand& query, const Operand& key,
+                         const at::Tensor& hidden) {
+  at::Tensor scores = pair_product(query, key);
+  scores = add_mask(scores, a.attn_mask, a);
+  if (a.key_padding_mask.defined()) scores = add_mask(scores, padding_as_pairs(a.key_padding_mask), a);
+  return hidden.defined() ? scores.masked_fill(hidden, -kInf) : scores;
+}
+
+Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden) {
+  if (scores.sym_size(-1) == 0) return {scores, scores.sum(-1) - kInf};
+  // The maximum only guards against overflow; the result does not depend on it, so neither does the derivative.
+  const at::Tensor row_max = scores.detach().amax(-1, /*keepdim=*/true);
+  const at::Tensor shift = row_max.masked_fill(row_max.eq(-kInf), 0);
+  const at::Tensor exponentials = (scores - shift).exp();
+  const at::Tensor sum = exponentials.sum(-1, /*keepdim=*/true);
+  const at::Tensor empty = sum.eq(0);
+  const at::Tensor divisor = sum.masked_fill(empty, 1);
+  at::Tensor probabilities = exponentials / divisor;
+  // In a row that sees a NaN the hidden pairs got NaN too.
+  if (hidden.defined()) probabilities = probabilities.masked_fill(hidden, 0);
+  return {probabilities, (shift + divisor.log()).masked_fill(empty, -kInf).squeeze(-1)};
+}
+
+at::Tensor dropout_multipliers(const AttentionArguments& a, const HeadRange& heads) {
+  const auto options = a.query.options().dtype(at::kLong);
+  const at::Tensor b = at::arange(a.query.sym_size(0), options).unsqueeze(-1);
+  const at::Tensor h = at::arange(a.query.sym_size(1), options) + heads.first;
+  const at::Tensor i = at::arange(a.query.sym_size(2), options).unsqueeze(-1);
+  const at::Tensor j = at::arange(a.key.sym_size(2), options);
+  const at::Tensor key = splitmix64(splitmix64(a.dropout_seed.reshape({1, 1})).bitwise_xor(b * at::Scalar(heads.total) + h));
+  const at::Tensor row = splitmix64(key.unsqueeze(-1).unsqueeze(-1) + j);  // (B, H, 1, T_kv)
+  at::Tensor x = i.bitwise_xor(low32(row));
+  x = low32(x.bitwise_xor(shift_right(x, 16)) * int64_t{0x7feb352d});
+  x = low32(x.bitwise_xor(shift_right(x, 15)) + shift_right(row, 32));
+  x = low32(x * int64_t{0x846ca68b});
+  x = low32(x.bitwise_xor(shift_right(x, 16)) * int64_t{0x9E3779B1});
+  x = x.bitwise_xor(shift_right(x, 15));
+  const at::Tensor keep = x.ge(static_cast<int64_t>(dropout_threshold(a.dropout_p)));
+  return keep.to(compute_dtype(a.query)) * (1.0 / (1.0 - a.dropout_p));
+}
+
+}  // namespace mha_ext::pairs

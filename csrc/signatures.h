@@ -1,0 +1,89 @@
+// The operators' C++ signatures, each spelled once: a template turns a function on the argument structs into a kernel
+// that the dispatcher can register, and gives the typed callers their type.
+#pragma once
+
+#include "attention.h"
+
+namespace mha_ext {
+
+template <auto kFunction>
+AttentionResult attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                 const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+                                 const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
+                                 std::optional<double> scale, int64_t num_appended_keys) {
+  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask),
+                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
+                                      causal, scale, num_appended_keys});
+}
+
+template <auto kFunction>
+AttentionGradients attention_backward_kernel(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                             const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                             const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+                                             const OptionalTensor& dropout_seed, const at::Tensor& out,
+                                             const at::Tensor& lse, double dropout_p, int64_t causal,
+                                             std::optional<double> scale, int64_t num_appended_keys,
+                                             std::array<bool, 5> output_mask) {
+  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask),
+                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
+                                      causal, scale, num_appended_keys},
+                   AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse,
+                                       output_mask});
+}
+
+template <auto kFunction>
+at::Tensor attention_weights_kernel(const at::Tensor& query, const at::Tensor& key, const OptionalTensor& attn_mask,
+                                    const OptionalTensor& key_padding_mask, const OptionalTensor& dropout_seed,
+                                    const at::Tensor& lse, double dropout_p, int64_t causal,
+                                    std::optional<double> scale, int64_t num_appended_keys, bool average) {
+  return kFunction(AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask),
+                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
+                                      causal, scale, num_appended_keys},
+                   lse, average);
+}
+
+template <auto kFunction>
+WeightsGradients attention_weights_backward_kernel(const at::Tensor& grad_weights, const at::Tensor& query,
+                                                   const at::Tensor& key, const OptionalTensor& attn_mask,
+                                                   const OptionalTensor& key_padding_mask,
+                                                   const OptionalTensor& dropout_seed, const at::Tensor& lse,
+                                                   double dropout_p, int64_t causal, std::optional<double> scale,
+                                                   int64_t num_appended_keys, bool average,
+                                                   std::array<bool, 4> output_mask) {
+  return kFunction(AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask),
+                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
+                                      causal, scale, num_appended_keys},
+                   WeightsCotangents{grad_weights, lse, average, output_mask});
+}
+
+template <auto kFunction>
+LayerResult multi_head_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                        const at::Tensor& in_proj_weight, const OptionalTensor& in_proj_bias,
+                                        const at::Tensor& out_proj_weight, const OptionalTensor& out_proj_bias,
+                                        const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+                                        const OptionalTensor& dropout_seed, int64_t num_heads, int64_t num_kv_heads,
+                                        int64_t shared_inputs, bool batch_first, double dropout_p, int64_t causal,
+                                        std::optional<double> scale) {
+  return kFunction(LayerArguments{query, key, value, in_proj_weight, from_optional(in_proj_bias), out_proj_weight,
+                                  from_optional(out_proj_bias), from_optional(attn_mask),
+                                  from_optional(key_padding_mask), from_optional(dropout_seed), num_heads,
+                                  num_kv_heads, shared_inputs, batch_first, dropout_p, causal, scale});
+}
+
+template <auto kFunction>
+LayerGradients multi_head_attention_backward_kernel(
+    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& in_proj_weight, const OptionalTensor& in_proj_bias, const at::Tensor& out_proj_weight,
+    const OptionalTensor& out_proj_bias, const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& dropout_seed, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& context, const at::Tensor& lse, int64_t num_heads, int64_t num_kv_heads, int64_t shared_inputs,
+    bool batch_first, double dropout_p, int64_t causal, std::optional<double> scale,
+    std::array<bool, kNumLayerGradients> output_mask) {
+  return kFunction(LayerArguments{query, key, value, in_proj_weight, from_optional(in_proj_bias), out_proj_weight,
+                                  from_optional(out_proj_bias), from_optional(attn_mask),
+                                  from_optional(key_padding_mask), from_optional(dropout_seed), num_heads,
+                                  num_kv_heads, shared_inputs, batch_first, dropout_p, causal, scale},
+                   LayerCotangents{grad_out, LayerState{q, k, v, context, lse}, output_mask});
+}
+
+}  // namespace mha_ext
