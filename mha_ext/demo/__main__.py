@@ -120,7 +120,7 @@ def _print_head(console: Console, plan: Plan, corpus: Corpus) -> None:
     config = plan.config
     characters = len(corpus.training) + len(corpus.held_out)
     lines = [
-        "One language model, trained twice from one seed: with torch.nn.MultiheadAttention and with mha_ext.",
+        "One language model, trained twice: with torch.nn.MultiheadAttention and with mha_ext's.",
         f"Text: pydoc_data.topics, {characters:,} characters, {config.alphabet_size} different ones",
         f"Model: {config.layers} layers, width {config.width}, {config.heads} heads, context {config.context}, "
         f"batch {config.batch}, {plan.steps} steps",

@@ -40,7 +40,8 @@ class Block(nn.Module):
         y = self.attention_norm(x)
         y, _ = self.attention(y, y, y, attn_mask=future, is_causal=True, need_weights=False)
         x = x + y
-        return x + self.perceptron(self.perceptron_norm(x))
+        x = x + self.perceptron(self.perceptron_norm(x))
+        return x
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -76,6 +77,10 @@ class LanguageModel(nn.Module):
             x = block(x, future)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def attention_layers(self) -> list[nn.MultiheadAttention]:
+        """Returns the attention layer of every block."""
+        return [module for module in self.modules() if isinstance(module, nn.MultiheadAttention)]
 
     def loss(self, codes: Tensor, following: Tensor) -> Tensor:
         """Returns the mean cross-entropy, in nats per character."""

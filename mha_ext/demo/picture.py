@@ -29,9 +29,9 @@ def save_picture(path: Path, learners: Sequence[Learner]) -> None:
     )
     theirs, ours = learners
     steps = range(1, len(ours.losses) + 1)
-    for learner, width, style in ((theirs, 3.5, "-"), (ours, 1.2, "-")):
+    for learner, width in ((theirs, 3.5), (ours, 1.2)):
         colour = COLOURS[learner.name]
-        losses.plot(steps, learner.losses, style, color=colour, linewidth=width, label=learner.name)
+        losses.plot(steps, learner.losses, color=colour, linewidth=width, label=learner.name)
         milliseconds = [seconds * 1e3 for seconds in learner.seconds]
         times.plot(steps, milliseconds, ".", color=colour, markersize=3, alpha=0.4)
         median = learner.step_seconds * 1e3

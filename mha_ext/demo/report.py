@@ -38,7 +38,7 @@ def verdict(passed: bool) -> str:
 def print_losses(console: Console, learners: Sequence[Learner], held_out: Mapping[str, float]) -> None:
     """Prints the mean loss of every interval of training, for both models, and how far they are apart."""
     theirs, ours = learners
-    table = new_table("Loss, nats per character (mean of the interval)", "steps", "torch", "mha_ext", "difference")
+    table = new_table("Mean loss in nats per character", "steps", "torch", "mha_ext", "difference")
     steps = len(ours.losses)
     edges = [round(steps * number / _INTERVALS) for number in range(_INTERVALS + 1)]
     for start, end in itertools.pairwise(edges):
@@ -96,7 +96,7 @@ def print_parity(console: Console, differences: Sequence[Difference]) -> None:
 def print_counts(console: Console, learner: Learner) -> bool:
     """Prints parameters and multiply-adds of the model's attention; returns whether the layer holds what it should."""
     config = learner.model.config
-    counted = counted_parameters(learner.model.blocks[0].attention)
+    counted = counted_parameters(learner.model.attention_layers()[0])
     expected = mha_ext.parameter_count(config.width)
     expected_biases = mha_ext.parameter_count(config.width, bias=True) - expected
     products = mha_ext.self_attention_flops(config.batch, config.context, config.width)
