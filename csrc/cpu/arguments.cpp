@@ -89,14 +89,14 @@ BoundArguments bind(const AttentionArguments& args) {
   AttentionParams& p = bound.params;
   p.query = view_of(args.query);
   p.key = view_of(args.key);
-  p.value = view_of(args.value);
+  if (args.value.defined()) p.value = view_of(args.value);
   p.batch = args.query.size(0);
   p.heads = args.query.size(1);
   p.kv_heads = args.key.size(1);
   p.num_queries = args.query.size(2);
   p.num_keys = args.key.size(2);
   p.head_dim = args.query.size(3);
-  p.value_dim = args.value.size(3);
+  p.value_dim = args.value.defined() ? args.value.size(3) : 0;
   p.appended_keys = args.num_appended_keys;
   p.causal = args.causal != kNotCausal;
   p.causal_offset = args.causal == kLowerRight ? p.num_keys - p.appended_keys - p.num_queries : 0;

@@ -1,7 +1,7 @@
 // AVX2 and FMA: 32-byte vectors, 16 registers (4 x 3 accumulators, 3 right-hand vectors, 1 broadcast).
 #include <immintrin.h>
 
-#include "backward_tile.inl.h"
+#include "kernels.inl.h"
 
 namespace mha_ext::kernels {
 namespace {

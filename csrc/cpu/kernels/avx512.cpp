@@ -3,7 +3,7 @@
 // they never set (GCC bug 105593).
 #include <immintrin.h>
 
-#include "backward_tile.inl.h"
+#include "kernels.inl.h"
 
 namespace mha_ext::kernels {
 namespace {

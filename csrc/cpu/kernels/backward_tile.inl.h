@@ -8,7 +8,6 @@
 #pragma once
 
 #include "forward_tile.inl.h"
-#include "kernel_table.h"
 
 namespace mha_ext::kernels {
 namespace {
@@ -49,7 +48,7 @@ struct BackwardScratch {
   }
 };
 
-// Q, dO, lse and delta of a block of queries. Rows that saw no key get lse = +inf, so that exp(S - lse) is 0.
+// Q, dO, lse and delta of a block of queries.
 template <class V>
 void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t lanes, BackwardScratch<V>& s) {
   using Scalar = typename V::Scalar;
@@ -67,7 +66,6 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
   transpose<V>(s.grad_rows, dv, lanes, dv, s.grad_columns, lanes);
 
   const int64_t row = (block.batch * p.heads + block.head) * p.num_queries + block.begin;
-  const Scalar* lse = static_cast<const Scalar*>(b.lse) + row;
   const Scalar* grad_lse = b.grad_lse == nullptr ? nullptr : static_cast<const Scalar*>(b.grad_lse) + row;
   for (int64_t q = 0; q < lanes; ++q) {
     const bool real = q < block.count;
@@ -78,8 +76,8 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
     Scalar delta = 0;
     for (int i = 0; i < V::kWidth; ++i) delta += sum[i];
     s.delta[q] = real && grad_lse != nullptr ? delta - grad_lse[q] : delta;
-    s.lse[q] = !real || lse[q] == -V::kInfinity ? V::kInfinity : lse[q];
   }
+  load_lse<V>(b.lse, p, block, lanes, s.lse);
   s.finite_queries = !any_nonfinite<V>(s.query_rows, d, lanes, d);
   s.finite_grads = !any_nonfinite<V>(s.grad_rows, dv, lanes, dv);
 }
@@ -269,12 +267,6 @@ void mask_gradient_block(const BackwardParams& b, const QueryBlock& block, int64
 template <class V>
 size_t mask_gradient_scratch_bytes(const AttentionParams& p) {
   return BackwardScratch<V>(p, 0, nullptr).bytes;
-}
-
-template <class V>
-constexpr KernelTable kernel_table() {
-  return {forward_block<V>,       forward_scratch_bytes<V>,       backward_range<V>, backward_scratch_bytes<V>,
-          mask_gradient_block<V>, mask_gradient_scratch_bytes<V>, V::kWidth};
 }
 
 }  // namespace

@@ -72,6 +72,17 @@ struct ForwardScratch {
   }
 };
 
+// The saved log-sum-exp of a block. Rows that saw no key, and padding lanes, get +inf, so that exp(S - lse) is 0.
+template <class V>
+void load_lse(const void* lse, const AttentionParams& p, const QueryBlock& block, int64_t lanes,
+              typename V::Scalar* dst) {
+  const auto* src = static_cast<const typename V::Scalar*>(lse) +
+                    (block.batch * p.heads + block.head) * p.num_queries + block.begin;
+  for (int64_t q = 0; q < lanes; ++q) {
+    dst[q] = q >= block.count || src[q] == -V::kInfinity ? V::kInfinity : src[q];
+  }
+}
+
 // Zeroes the probabilities of dropped pairs; the factor 1/(1-p) of the kept ones is folded into the end.
 template <class V>
 void drop_probabilities(const AttentionParams& p, const Tile& t, typename V::Scalar* probabilities) {

@@ -75,6 +75,16 @@ struct BackwardParams {
   void* grad_query_partial = nullptr;
 };
 
+// The weights after dropout, summed over `head_count` heads from the block's head on and times `factor`: rows of `out`
+// are queries, and its stride_h serves weights given per head.
+struct WeightsParams {
+  AttentionParams attention;
+  const void* lse = nullptr;
+  MutableTensorView out;
+  int64_t head_count = 1;
+  double factor = 1.0;
+};
+
 // Where the gradient of a float mask is added: contiguous (B or 1, H or 1, T_q or 1, T_kv or 1) in the compute type,
 // broadcast axes having stride zero.
 struct MaskGradientView {

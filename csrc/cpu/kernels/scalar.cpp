@@ -1,5 +1,5 @@
 // The portable kernels: 16-byte vectors of the compiler's own, on any processor.
-#include "backward_tile.inl.h"
+#include "kernels.inl.h"
 
 namespace mha_ext::kernels {
 namespace {

@@ -1,0 +1,28 @@
+// All kernels, as the table of one instruction set.
+#pragma once
+
+#include "backward_tile.inl.h"
+#include "forward_tile.inl.h"
+#include "kernel_table.h"
+#include "weights_tile.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+template <class V>
+constexpr KernelTable kernel_table() {
+  KernelTable table{};
+  table.forward_block = forward_block<V>;
+  table.forward_scratch_bytes = forward_scratch_bytes<V>;
+  table.backward_range = backward_range<V>;
+  table.backward_scratch_bytes = backward_scratch_bytes<V>;
+  table.mask_gradient_block = mask_gradient_block<V>;
+  table.mask_gradient_scratch_bytes = mask_gradient_scratch_bytes<V>;
+  table.weights_block = weights_block<V>;
+  table.weights_scratch_bytes = weights_scratch_bytes<V>;
+  table.vector_width = V::kWidth;
+  return table;
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels
