@@ -123,8 +123,7 @@ def _dots(rows: Tensor, columns: Tensor, visible: Tensor) -> Tensor:
 
 
 def _mixture(weights: Tensor, columns: Tensor, visible: Tensor) -> Tensor:
-    """``sum_j weights_ij columns_j`` over the visible pairs."""
-    weights = weights.where(visible, 0)
+    """``sum_j weights_ij columns_j``, for weights that are 0 where a pair is hidden."""
     if bool(weights.isfinite().all()) and bool(columns.isfinite().all()):
         return weights @ columns
     pair = visible[..., None]
@@ -158,7 +157,7 @@ def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _drop(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
-    return x if keep is None else x.where(keep, 0) / (1 - dropout_p)
+    return x if keep is None else x * keep / (1 - dropout_p)
 
 
 def attention(

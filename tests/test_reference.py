@@ -259,7 +259,7 @@ def test_closed_form_backward_is_finite_differences(name: str) -> None:
 
 
 def test_second_derivatives() -> None:
-    mask = OPTIONS["float mask"]["attn_mask"]
+    mask = OPTIONS["float mask"]["attn_mask"].masked_fill(OPTIONS["empty rows"]["attn_mask"], -INF)
     tensors = [x.requires_grad_() for x in inputs(2)]
     assert torch.autograd.gradgradcheck(lambda q, k, v: reference.attention(q, k, v, mask)[:2], tensors)
 
@@ -305,11 +305,26 @@ def test_visible_nan_stays_in_the_rows_that_use_it() -> None:
     used = torch.tensor([True, True, False, True, False])  # keys that share a row with the NaN
     assert torch.equal(grads.key.isnan().any(-1), used.expand(2, 4, 5))
     assert torch.equal(grads.value.isnan().any(-1), used.expand(2, 4, 5))
+    float_mask = torch.zeros(4, 5, dtype=torch.float64).masked_fill(~mask, -INF)
+    grad_mask = reference.attention_backward(torch.ones_like(out), query, key, value, float_mask).attn_mask
+    assert grad_mask is not None and torch.equal(grad_mask.isnan(), mask & rows[:, None])
+
+
+@pytest.mark.parametrize("spoiled", [0, 1, 2])
+def test_dropout_hides_no_nan(spoiled: int) -> None:
+    """Dropout multiplies by 0, and 0 times NaN is NaN."""
+    tensors = inputs()
+    tensors[spoiled][:, :, 1] = NAN
+    keep = torch.zeros(2, 4, 4, 5, dtype=torch.bool)
+    out, _, _ = reference.attention(*tensors, keep=keep, dropout_p=0.5)
+    expected = (torch.tensor([False, True, False, False]) if spoiled == 0 else torch.tensor(True)).expand(2, 4, 4)
+    assert torch.equal(out.isnan().all(-1), expected)
 
 
 def test_rows_that_see_nothing() -> None:
     query, key, value = inputs()
     options = OPTIONS["empty rows"]
+    float_mask = torch.zeros(4, 1, dtype=torch.float64).masked_fill(~options["attn_mask"], -INF).expand(4, 5)
     out, lse, weights = run(query, key, value, options)
     assert (out[:, :, ::2] == 0).all() and (weights[:, :, ::2] == 0).all() and (lse[:, :, ::2] == -INF).all()
     assert (out[:, :, 1::2] != 0).all() and lse[:, :, 1::2].isfinite().all()
@@ -322,6 +337,9 @@ def test_rows_that_see_nothing() -> None:
         grad_lse=torch.full_like(lse, NAN).masked_fill(lse > -INF, 1),
     )
     assert (grads.query[:, :, ::2] == 0).all() and grads.key.isfinite().all()
+    empty = torch.full_like(out, NAN).masked_fill(torch.arange(4)[:, None] % 2 == 1, 1)
+    grads = reference.attention_backward(empty, query, key, value, float_mask)
+    assert all(grad is not None and grad.isfinite().all() for grad in grads[:4])
 
 
 def test_smallest_finite_mask_hides_nothing() -> None:
