@@ -143,7 +143,8 @@ def _save_picture(console: Console, directory: Path, learners: Sequence[Learner]
     try:
         save_picture(path, learners)
     except ImportError:
-        console.print('No picture: matplotlib is missing (pip install "mha_ext[demo]" or pip install matplotlib).')
+        advice = 'pip install "mha_ext[demo]" or pip install matplotlib'
+        console.print(f"no picture: matplotlib is missing ({advice})", markup=False)
         return
     console.print(f"picture: {path}", soft_wrap=True)
 
