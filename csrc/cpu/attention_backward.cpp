@@ -88,7 +88,8 @@ at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, at::Sc
 // The gradient of a mask in the mask's own shape and dtype; `bound` is the mask as the kernels see it.
 at::Tensor gradient_of(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask) {
   const at::ScalarType compute = bound.scalar_type();
-  const bool empty = bound.numel() == 0 || b.attention.num_queries == 0;
+  const AttentionParams& p = b.attention;
+  const bool empty = bound.numel() == 0 || p.num_queries == 0 || p.num_keys == p.appended_keys;
   const at::Tensor grad = empty ? at::zeros(bound.sizes(), bound.options()) : mask_gradient(b, bound, compute);
   return grad.to(mask.scalar_type()).view(mask.sizes());
 }
