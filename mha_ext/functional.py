@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from mha_ext import _ops, axes, checks, layer, masks
 
@@ -135,7 +134,7 @@ def scaled_dot_product_attention(
     num_queries, num_keys = query.shape[2], key.shape[2]
     causal = _ALIGNMENTS[causal_alignment] if is_causal else 0
     if attn_mask is not None:
-        if isinstance(attn_mask, CausalBias):
+        if type(attn_mask).__module__ == "torch.nn.attention.bias":  # importing that imports the compiler
             causal, attn_mask = _causal_of_bias(where, attn_mask, (num_queries, num_keys), causal), None
         else:
             sizes = (query.shape[1], num_queries, num_keys)
@@ -170,13 +169,13 @@ def scaled_dot_product_attention(
     return tuple(results)
 
 
-def _causal_of_bias(where: str, bias: CausalBias, sizes: tuple[int, int], causal: int) -> int:
+def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) -> int:
     """The operators' causal alignment for a CausalBias and, if ``causal`` is set, that alignment as well."""
     if (bias.seq_len_q, bias.seq_len_kv) != sizes:
         raise ValueError(
             f"{where}: attn_mask must be a CausalBias of size {sizes}, got {bias.seq_len_q, bias.seq_len_kv}"
         )
-    alignment = 1 if bias.variant == CausalVariant.UPPER_LEFT else 2
+    alignment = _ALIGNMENTS[bias.variant.name.lower()]
     if causal in (0, alignment):
         return alignment
     return 1 if sizes[1] >= sizes[0] else 2  # the stricter of the two

@@ -229,11 +229,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
         heads = (self.num_heads, self.num_kv_heads)
         appends = self.bias_k is not None or self.add_zero_attn
-        weights = None
-        if packed is None or options.need_weights or appends or not _is_plain(self.out_proj):
+        out_proj, weights = self.out_proj, None
+        if packed is None or options.need_weights or appends or not _is_plain(out_proj):
             out, weights = self._in_pieces(inputs, packed, heads, options)
         else:
-            out_proj = self.out_proj
             parameters = (packed, self.in_proj_bias, out_proj.weight, out_proj.bias)
             out = layer.fused(inputs, parameters, options, heads, batch_first)
         if not sizes.batched:
