@@ -88,8 +88,8 @@ _TEXT_COLUMNS = {*_SHAPES.values(), "options", "dtype", "task"}
 _NOTHING = "-"
 _LEGEND = (
     "ours: median, and half the interquartile range as a share of it. vs a peer: its time over ours, median of the "
-    "rounds and quartiles; above 1, ours is faster. of roof: of a large matrix product in this dtype. of products: of the "
-    "library's own matrix products at these shapes."
+    "rounds and quartiles; above 1, ours is faster. of roof: of a large matrix product in this dtype. of products: of "
+    "the library's own matrix products at these shapes."
 )
 _MEMORY_LEGEND = (
     "Growth of the largest resident set in forward and backward, output and gradients included, in a process of its "

@@ -16,8 +16,8 @@ class ModelConfig:
     """Sizes of the model and of a training batch."""
 
     alphabet_size: int
-    batch: int = 8
-    context: int = 256
+    batch: int = 16
+    context: int = 128
     width: int = 128
     heads: int = 4
     layers: int = 3

@@ -20,7 +20,7 @@ ATTENTION_CLASSES: dict[str, type[nn.MultiheadAttention]] = {
     "mha_ext": mha_ext.MultiheadAttention,
 }
 
-_LEARNING_RATE = 4e-3
+_LEARNING_RATE = 5e-3
 _FINAL_RATE_SHARE = 0.05
 _WARMUP_SHARE = 0.05
 _GRADIENT_NORM = 1.0
