@@ -77,7 +77,8 @@ def save_plot(path: Path, run: Run) -> None:
         )
     machine = run.machine
     figure.suptitle(
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {machine['date']}", fontsize=9
+        f"{machine['processor']}, threads: {machine['threads']}, torch {machine['torch']}, {machine['date']}",
+        fontsize=9,
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

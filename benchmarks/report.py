@@ -71,7 +71,7 @@ def head_lines(run: Run) -> list[str]:
     machine, roofs = run.machine, run.roofs
     products = ", ".join(f"{name} {flops / 1e9:.0f} GF/s" for name, flops in roofs.product_flops.items())
     lines = [
-        f"{machine['processor']}, {machine['threads']} threads of {machine['processors_available']} processors, "
+        f"{machine['processor']}, processors: {machine['processors_available']}, threads: {machine['threads']}, "
         f"load before the run {machine['load_before']:.1f}",
         f"mha_ext {machine['mha_ext']} ({machine['cpu_capability']} kernels), torch {machine['torch']} "
         f"({machine['torch_cpu_capability']}), Python {machine['python']}, {machine['date']}",

@@ -124,7 +124,7 @@ def _print_head(console: Console, plan: Plan, corpus: Corpus) -> None:
         f"Text: pydoc_data.topics, {characters:,} characters, {config.alphabet_size} different ones",
         f"Model: {config.layers} layers, width {config.width}, {config.heads} heads, context {config.context}, "
         f"batch {config.batch}, {plan.steps} steps",
-        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, threads: {torch.get_num_threads()}, "
         f"mha_ext {mha_ext.__version__} ({mha_ext.cpu_capability()} kernels)",
     ]
     console.print(Panel(Text("\n".join(lines)), title="mha_ext demo", title_align="left", expand=False))

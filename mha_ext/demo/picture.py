@@ -8,7 +8,7 @@ from pathlib import Path
 from mha_ext.demo.training import Learner
 
 COLOURS = {"torch": "#d1602b", "mha_ext": "#2b6cb0"}
-_SMALLEST_DIFFERENCE = 1e-8  # so that equal losses can be drawn on a logarithmic axis
+_FLOAT32_LOSS_STEP = 1e-7  # about the distance of neighbouring losses: below it the axis is linear, so that it shows 0
 _TIME_AXIS = 2.5  # height of the axis in medians: single disturbed steps may fall outside
 
 
@@ -36,10 +36,9 @@ def save_picture(path: Path, learners: Sequence[Learner]) -> None:
         times.plot(steps, milliseconds, ".", color=colour, markersize=3, alpha=0.4)
         median = learner.step_seconds * 1e3
         times.axhline(median, color=colour, linewidth=1.5, label=f"{learner.name}: median {median:.1f} ms")
-    apart = [
-        max(abs(mine - other), _SMALLEST_DIFFERENCE) for mine, other in zip(ours.losses, theirs.losses, strict=True)
-    ]
-    differences.semilogy(steps, apart, color="#555555", linewidth=1)
+    apart = [abs(mine - other) for mine, other in zip(ours.losses, theirs.losses, strict=True)]
+    differences.plot(steps, apart, ".", color="#555555", markersize=3)
+    differences.set_yscale("symlog", linthresh=_FLOAT32_LOSS_STEP)
 
     losses.set(title="Training loss", xlabel="step", ylabel="nats per character")
     differences.set(title="Difference of the losses", xlabel="step", ylabel="absolute")
