@@ -97,7 +97,7 @@ LayerState attend(const LayerArguments& a) {
   }
   at::Tensor heads;
   std::tie(heads, s.lse) = call_attention(attention_arguments(a, s));
-  s.context = combine_heads(a, heads);
+  s.context = combine_heads(a, heads).contiguous();  // what the Meta kernel promises; the product copies it otherwise
   return s;
 }
 
