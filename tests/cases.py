@@ -294,9 +294,9 @@ def check(problem: Problem, truth: Exact | None = None, grads: bool = True) -> N
             limit = limits[name]
         else:
             mask = getattr(problem, name)
-            shape = mask.shape if name == "attn_mask" else torch.Size((mask.shape[0], 1, 1, mask.shape[1]))
-            limit = bias_limit(truth, limits["scores"], shape, case.dtype, mask.dtype).reshape(mask.shape)
-            assert grad.dtype == mask.dtype
+            assert (grad.shape, grad.dtype) == (mask.shape, mask.dtype)
+            four = grad if name == "attn_mask" else grad[:, None, None]
+            limit = bias_limit(truth, limits["scores"], four, case.keys - case.appended, case.dtype).reshape(mask.shape)
         assert_within(grad, want, limit, f"grad of {name}")
 
 

@@ -27,7 +27,7 @@ def test_two_by_two_by_hand(dtype: torch.dtype) -> None:
     out, lse = ops.attention(query, key, value, scale=1.0)
     limit = 8 * 4 * roundoff(dtype)
     assert_within(out[0, 0], torch.tensor([[3.0, 2.0], [2.0, 4.0]]), limit)
-    assert_within(lse[0, 0], torch.tensor([math.log(4.0), math.log(2.0)]).to(lse.dtype), limit)
+    assert_within(lse[0, 0], torch.tensor([math.log(4.0), math.log(2.0)], dtype=torch.float64), limit)
 
 
 def test_default_scale_is_one_over_root_head_dim() -> None:
@@ -139,7 +139,7 @@ def strided(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
     return view
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     st.data(),
     st.sampled_from([1, 5, 16, 33]),
@@ -213,27 +213,18 @@ def test_rising_and_falling_scores(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision_is_no_worse_than_pytorch(dtype: torch.dtype, causal: bool) -> None:
-    """Against float64: output and all three gradients, at most PyTorch's own error in that dtype (fused or math, the
-    smaller)."""
-    problem = build(Case(2, 4, 4, 130, 130, 64, dtype=dtype, causal=int(causal)), seed=3)
+    """Root mean square error against float64 of output and all gradients: at most that of PyTorch's default kernels."""
+    problem = build(Case(1, 2, 2, 130, 130, 64, dtype=dtype, causal=int(causal)), seed=3)
+    problem.grad_lse = torch.zeros_like(problem.grad_lse)
     truth = exact(problem)
     out, _, grads = run(problem, with_lse_grad=False)
-    zero = build(problem.case, seed=3)
-    zero.grad_lse = torch.zeros_like(zero.grad_lse)
-    want = exact(zero).grads
-    peers: dict[str, list[float]] = {}
-    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        leaves = [x.detach().clone().requires_grad_() for x in (problem.query, problem.key, problem.value)]
-        with sdpa_kernel(backend):
-            peer = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-        peers.setdefault("out", []).append(float((peer.double() - truth.out).square().mean().sqrt()))
-        for name, grad in zip(want, torch.autograd.grad(peer, leaves, problem.grad_out), strict=True):
-            peers.setdefault(name, []).append(float((grad.double() - want[name]).square().mean().sqrt()))
-    ours = {"out": out, **grads}
-    for name, errors in peers.items():
-        exact_value = truth.out if name == "out" else want[name]
-        error = float((ours[name].double() - exact_value).square().mean().sqrt())
-        assert error <= min(errors) * 1.02, f"{name}: {error:.3g}, PyTorch {errors}"
+    leaves = [x.detach().clone().requires_grad_() for x in (problem.query, problem.key, problem.value)]
+    peer = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    peers = [peer.detach(), *torch.autograd.grad(peer, leaves, problem.grad_out)]
+    for name, ours, theirs in zip(("out", *grads), (out, *grads.values()), peers, strict=True):
+        want = truth.out if name == "out" else truth.grads[name]
+        errors = [float((x.double() - want).square().mean().sqrt()) for x in (ours, theirs)]
+        assert errors[0] <= errors[1] * 1.01, f"{name}: {errors}"
 
 
 # -------------------------------------------------------------------------------------------------------- threads

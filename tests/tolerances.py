@@ -17,7 +17,8 @@ the problem at hand, so they grow with head size, key length and the magnitude o
   result.
 
 ``h`` is u for bfloat16 and float16, where a weight may be rounded to the storage type before it enters a product;
-otherwise 0.
+otherwise 0. Where numbers are so small that their spacing no longer shrinks, ``smallest`` stands in for u times them;
+an exponential may return 0 there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ LAMBDA = 6.0
 def roundoff(dtype: torch.dtype) -> float:
     """Half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """What rounding costs next to zero: half the distance of the numbers there, and all of a weight below the normal ones."""
+    return max(torch.finfo(dtype).tiny * roundoff(dtype), torch.finfo(sum_dtype(dtype)).tiny)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -82,9 +88,9 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     text)."""
     u, a = roundoff(dtype), roundoff(sum_dtype(dtype))
     h = u if dtype in (torch.bfloat16, torch.float16) else 0.0
-    tiny = torch.finfo(sum_dtype(dtype)).tiny
+    tiny = smallest(dtype)
     (queries, dim), (keys, dim_v) = exact.query.shape[-2:], exact.value.shape[-2:]
-    products = exact.scale * (exact.query.abs() @ exact.key.abs().mT)
+    products = abs(exact.scale) * (exact.query.abs() @ exact.key.abs().mT)
     bias = exact.bias.nan_to_num(neginf=0.0)
     visible = exact.weights > 0
     lse = exact.lse.nan_to_num(neginf=0.0)[..., None]
@@ -93,7 +99,7 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     e_p = e_s + e_l + 2 * a * (products + bias.abs() + lse.abs()) + 4 * a
     used = exact.weights * exact.drop
     e_o = (used * (e_p + growth(keys, dtype) + h)) @ exact.value.abs() + u * exact.out.abs()
-    e_o = e_o + tiny * keys * exact.value.abs().amax((-1, -2), keepdim=True) if keys and dim_v else e_o
+    e_o = e_o + tiny * (1 + exact.value.abs().sum(-2, keepdim=True))
     limits = {"out": e_o, "lse": e_l[..., 0]}
     if not grads:
         return limits
@@ -104,11 +110,11 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     e_d = growth(dim_v, dtype) * delta + (d_out * e_o).sum(-1, keepdim=True)
     e_dp = growth(dim_v, dtype) * d_weights
     rest = e_dp + e_d + 3 * a * (d_weights + delta + exact.grad_lse.abs()[..., None])
-    e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny
+    e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
     shared = queries * (exact.query.shape[1] // max(kv_heads, 1))
-    query = exact.scale * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
-    key = exact.scale * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
-    value = (used * (e_p + h + growth(shared, dtype))).mT @ d_out
+    query = abs(exact.scale) * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
+    key = abs(exact.scale) * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
+    value = (used * (e_p + h + growth(shared, dtype)) + tiny).mT @ d_out
     limits["query"] = query + tiny
     limits["key"] = fold_heads(key, kv_heads) + u * exact.grads["key"].abs() + tiny
     limits["value"] = fold_heads(value, kv_heads) + u * exact.grads["value"].abs() + tiny
@@ -116,13 +122,12 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     return limits
 
 
-def bias_limit(exact: Exact, e_ds: Tensor, shape: torch.Size, dtype: torch.dtype, mask_dtype: torch.dtype) -> Tensor:
-    """Limit for the gradient of a float mask of ``shape``: the broadcast sum of score gradients."""
-    columns = shape[-1] if shape[-1] != 1 else e_ds.shape[-1]
-    d_scores = exact.grad_scores()[..., :columns]
-    terms = max(1, d_scores.numel() // max(1, shape.numel()))
-    total = (e_ds[..., :columns] + growth(terms, dtype) * d_scores.abs()).sum_to_size(shape)
-    return total + roundoff(mask_dtype) * d_scores.sum_to_size(shape).abs()
+def bias_limit(exact: Exact, e_ds: Tensor, grad: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Limit for ``grad``, a float mask's gradient: the broadcast sum of the gradients of the first ``columns`` scores."""
+    d_scores = exact.grad_scores()[..., :columns].abs()
+    terms = max(1, d_scores.numel() // max(1, grad.numel()))
+    total = (e_ds[..., :columns] + growth(terms, dtype) * d_scores).sum_to_size(grad.shape)
+    return total + roundoff(grad.dtype) * grad.double().abs()
 
 
 def assert_within(got: Tensor, want: Tensor, limit: Tensor | float, what: str = "result") -> None:
