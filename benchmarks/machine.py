@@ -23,8 +23,8 @@ def processor() -> str:
 
 
 def load() -> float:
-    """Returns how many processes wanted to run over the last minute; NaN where the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    """Returns how many processes wanted to run, on average over the last minute."""
+    return os.getloadavg()[0]
 
 
 def describe() -> dict[str, object]:

@@ -26,7 +26,7 @@ from benchmarks.measure import Result, measure_case
 from benchmarks.peers import PEERS, Peer
 from benchmarks.plot import save_plot
 from benchmarks.report import Run, head_lines, markdown, print_run
-from benchmarks.roofs import Roofs, measure_roofs
+from benchmarks.roofs import measure_roofs
 from benchmarks.timing import Budget
 
 BUDGETS = {
@@ -134,10 +134,9 @@ def _save(console: Console, run: Run, directory: Path, write_markdown: bool) -> 
         console.print(f"written: {(directory / name).resolve()}", soft_wrap=True)
 
 
-def _new_run(console: Console, options: argparse.Namespace, cases: Iterable[Case], command: str) -> Run:
-    timed = [case for case in cases if case.task != "memory"]
+def _new_run(console: Console, cases: Iterable[Case], command: str) -> Run:
     console.print("measuring the machine's roofs")
-    roofs = measure_roofs(case.dtype for case in timed) if timed else Roofs(float("nan"))
+    roofs = measure_roofs(case.dtype for case in cases if case.task != "memory")
     return Run(machine.describe(), command, roofs)
 
 
@@ -167,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
 
     given = sys.argv[1:] if arguments is None else arguments
-    run = _new_run(console, options, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
+    run = _new_run(console, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
     for line in head_lines(run):
         console.print(line, markup=False)
     console.print()
