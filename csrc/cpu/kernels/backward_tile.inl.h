@@ -105,7 +105,10 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
         grad = V::select(keep, grad * keep_scale, V::zero());
       }
       grad = probability * (grad - V::load(s.delta + c));
-      if (kMasked) grad = V::select(addend == -V::kInfinity, V::zero(), grad);
+      if (kMasked) {  // a query that sees a NaN has a NaN for its lse, but nothing for the keys hidden from it
+        kept = V::select(addend == -V::kInfinity, V::zero(), kept);
+        grad = V::select(addend == -V::kInfinity, V::zero(), grad);
+      }
       V::store(s.probabilities + at, kept);
       V::store(s.grad_scores + at, grad);
     }
