@@ -97,7 +97,8 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
       Vec grad = V::load(s.grad_scores + at);
       const Vec addend = kMasked ? V::load(s.mask.addend + at) : V::zero();
       if (kMasked) score = V::select(addend == -V::kInfinity, addend, score + addend);
-      const Vec probability = exp_of<V>(score - V::load(s.lse + c));
+      const Vec lse = V::load(s.lse + c);
+      const Vec probability = kMasked ? probability_of<V>(score, lse) : exp_of<V>(score - lse);
       Vec kept = probability;
       if (kDropout) {
         const auto keep = row.keep(t.queries.begin + c, p.drop_below);
@@ -105,10 +106,7 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
         grad = V::select(keep, grad * keep_scale, V::zero());
       }
       grad = probability * (grad - V::load(s.delta + c));
-      if (kMasked) {  // a query that sees a NaN has a NaN for its lse, but nothing for the keys hidden from it
-        kept = V::select(addend == -V::kInfinity, V::zero(), kept);
-        grad = V::select(addend == -V::kInfinity, V::zero(), grad);
-      }
+      if (kMasked) grad = V::select(addend == -V::kInfinity, V::zero(), grad);
       V::store(s.probabilities + at, kept);
       V::store(s.grad_scores + at, grad);
     }

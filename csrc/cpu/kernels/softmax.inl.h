@@ -48,6 +48,12 @@ MHA_EXT_INLINE typename V::Vec exp_of(typename V::Vec x) {
   return V::select(x < C::kFloor, V::zero(), V::scale_by_power_of_two(p, shifted, n));
 }
 
+// exp(score - lse). A hidden pair (score -inf) has none of it, not even in a row whose lse a visible NaN has made NaN.
+template <class V>
+MHA_EXT_INLINE typename V::Vec probability_of(typename V::Vec score, typename V::Vec lse) {
+  return V::select(score == -V::kInfinity, V::zero(), exp_of<V>(score - lse));
+}
+
 // The running state of a block of queries: O = accumulator / sum, log-sum-exp = maximum + log(sum).
 template <typename Scalar>
 struct RunningSoftmax {

@@ -45,7 +45,7 @@ void add_weights_tile(const AttentionParams& p, const Tile& t, typename V::Scala
   for (int64_t k = 0; k < t.key_count; ++k) {
     const DropoutRow<V> row(key, t.key_begin + k);
     for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-      typename V::Vec weight = exp_of<V>(V::load(s.scores + k * t.lanes + c) - V::load(s.lse + c)) * factor;
+      typename V::Vec weight = probability_of<V>(V::load(s.scores + k * t.lanes + c), V::load(s.lse + c)) * factor;
       if (p.dropout) weight = V::select(row.keep(t.queries.begin + c, p.drop_below), weight, V::zero());
       typename V::Scalar* sum = s.weights + (t.key_begin + k) * t.lanes + c;
       V::store(sum, V::load(sum) + weight);
