@@ -222,6 +222,23 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert {grad.dtype for grad in (*grads_x, *grads_w)} == {dtype}
 
 
+@pytest.mark.parametrize("bad_key", [0, 60, 199])
+def test_visible_nan_reaches_no_hidden_key(bad_key: int) -> None:
+    """Half the queries see a key that is NaN; key 100 is hidden from all, in the same tile of keys or in another."""
+    query, key, value = randn(1, 1, 70, 4), randn(1, 1, 200, 4, seed=1), randn(1, 1, 200, 4, seed=2)
+    key[:, :, bad_key] = math.nan
+    mask = torch.ones(70, 200, dtype=torch.bool)
+    mask[:, 100] = False
+    mask[::2, bad_key] = False
+    out, cache = mha_ext.attention_forward(query, key, value, mask, return_cache=True)
+    assert_close(out, reference.attention(query, key, value, mask)[0], equal_nan=True)
+    grads = mha_ext.attention_backward(torch.ones_like(out), cache)
+    expected = reference.attention_backward(torch.ones_like(out), query, key, value, mask)
+    assert [int(grad[0, 0, 100].count_nonzero()) for grad in expected[1:3]] == [0, 0]
+    for actual, wanted in zip(grads, expected[:3], strict=True):
+        assert_close(actual, wanted, equal_nan=True)
+
+
 def test_arrays_of_any_strides() -> None:
     """Reversed, transposed and read-only arrays are read in place or copied, and never written."""
     x = randn(2, 4, 6).numpy()
