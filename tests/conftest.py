@@ -14,6 +14,15 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run each N-th selected test (for slow builds)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = items[:: config.getoption("--every")]
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Every test starts from the same seed and leaves the global seed, dtype and thread count as they were."""
