@@ -17,8 +17,8 @@ std::vector<const InstructionSet*> find_available() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     sets.push_back(&kernels::kAvx2);
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
       sets.push_back(&kernels::kAvx512);
     }
   }
@@ -31,18 +31,19 @@ const std::vector<const InstructionSet*>& available() {
   return sets;
 }
 
-const InstructionSet* find(const std::string& name) {
+// `argument` is what the name was given as, for the message.
+const InstructionSet* find(const std::string& name, const char* argument) {
   std::string names;
   for (const InstructionSet* set : available()) {
     if (name == set->name) return set;
     names += names.empty() ? set->name : std::string(", ") + set->name;
   }
-  TORCH_CHECK_VALUE(false, "set_cpu_capability: name must be one of ", names, " on this processor, got '", name, "'");
+  TORCH_CHECK_VALUE(false, argument, " must be one of ", names, " on this processor, got '", name, "'");
 }
 
 const InstructionSet* choose() {
   const char* forced = std::getenv("MHA_EXT_CPU_CAPABILITY");
-  if (forced != nullptr && forced[0] != '\0') return find(forced);
+  if (forced != nullptr && forced[0] != '\0') return find(forced, "MHA_EXT_CPU_CAPABILITY");
   return available().back();
 }
 
@@ -63,6 +64,8 @@ std::vector<std::string> available_cpu_capabilities() {
   return names;
 }
 
-void set_cpu_capability(const std::string& name) { current().store(find(name), std::memory_order_relaxed); }
+void set_cpu_capability(const std::string& name) {
+  current().store(find(name, "set_cpu_capability: name"), std::memory_order_relaxed);
+}
 
 }  // namespace mha_ext::cpu
