@@ -20,7 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = items[:: config.getoption("--every")]
+    every = config.getoption("--every")
+    config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % every])
+    items[:] = items[::every]
 
 
 @pytest.fixture(autouse=True)
