@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mha_ext import _ops, axes, checks, layer, masks
+from mha_ext.unused_rows import without_unused_rows
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 
@@ -288,6 +289,9 @@ def multi_head_attention_forward(
     heads = (num_heads, num_heads)
     attention_weights: Tensor | None = None
     if packed is None or need_weights or add_zero_attn or not (bias_k is static_k is static_v is None):
+        appends = add_zero_attn or bias_k is not None
+        if not any(given is not None for given in static):
+            inputs = without_unused_rows(inputs, options, appends, batch_first=False)
         if packed is None:
             biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
             q, k, v = layer.project_separate(inputs, weights, biases, heads, batch_first=False)

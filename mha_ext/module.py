@@ -10,6 +10,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mha_ext import checks, layer, nested
+from mha_ext.unused_rows import without_unused_rows
 
 __all__ = ["MultiheadAttention"]
 
@@ -245,6 +246,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """The layer step by step, calling ``out_proj`` as the module that it is."""
         batch_first, bias = self.batch_first, self.in_proj_bias
+        appends = self.add_zero_attn or self.bias_k is not None
+        inputs = without_unused_rows(inputs, options, appends, batch_first)
         if packed is None:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             biases = (None,) * 3 if bias is None else bias.split_with_sizes([weight.shape[0] for weight in separate])
