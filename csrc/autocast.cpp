@@ -1,5 +1,7 @@
-// Autocast: projections and attention run in autocast's lower precision, as linear and scaled_dot_product_attention do.
-// Masks and the log-sum-exp keep their dtype.
+// Projections and attention run in autocast's lower precision, as linear and scaled_dot_product_attention do. Masks and
+// the log-sum-exp keep their dtype.
+#include "autocast.h"
+
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -8,58 +10,71 @@
 namespace mha_ext {
 namespace {
 
-// Casts for one device, and switches autocast off for its lifetime.
-template <c10::DeviceType kDevice>
+c10::DispatchKey autocast_key(c10::DeviceType device) {
+  return at::autocast::get_autocast_dispatch_key_from_device_type(device);
+}
+
+// Casts, and switches autocast off for its lifetime.
 class Autocast {
  public:
-  at::Tensor operator()(const at::Tensor& tensor) const {
-    return tensor.defined() ? at::autocast::cached_cast(dtype_, tensor, kDevice) : tensor;
+  explicit Autocast(const at::Tensor& query)
+      : device_(query.device().type()),
+        dtype_(at::autocast::get_autocast_dtype(device_)),
+        guard_(c10::DispatchKeySet(autocast_key(device_))) {}
+
+  void operator()(at::Tensor& tensor) const {
+    if (tensor.defined()) tensor = at::autocast::cached_cast(dtype_, tensor, device_);
   }
 
  private:
-  at::ScalarType dtype_ = at::autocast::get_autocast_dtype(kDevice);
-  c10::impl::ExcludeDispatchKeyGuard guard_{
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice))};
+  c10::DeviceType device_;
+  at::ScalarType dtype_;
+  c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-template <c10::DeviceType kDevice>
+}  // namespace
+
+bool autocast_is_active(const at::Tensor& query) {
+  const c10::DeviceType device = query.device().type();
+  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device) &&
+         !c10::impl::tls_is_dispatch_key_excluded(autocast_key(device));
+}
+
 AttentionResult attention_autocast(const AttentionArguments& a) {
-  const Autocast<kDevice> cast;
+  const Autocast cast(a.query);
   AttentionArguments lower = a;
-  lower.query = cast(a.query), lower.key = cast(a.key), lower.value = cast(a.value);
+  for (at::Tensor* tensor : {&lower.query, &lower.key, &lower.value}) cast(*tensor);
   return call_attention(lower);
 }
 
-template <c10::DeviceType kDevice>
 at::Tensor attention_weights_autocast(const AttentionArguments& a, const at::Tensor& lse, bool average) {
-  const Autocast<kDevice> cast;
+  const Autocast cast(a.query);
   AttentionArguments lower = a;
-  lower.query = cast(a.query), lower.key = cast(a.key);
+  for (at::Tensor* tensor : {&lower.query, &lower.key}) cast(*tensor);
   return call_attention_weights(lower, lse, average);
 }
 
-template <c10::DeviceType kDevice>
 LayerResult multi_head_attention_autocast(const LayerArguments& a) {
-  const Autocast<kDevice> cast;
+  const Autocast cast(a.query);
   LayerArguments lower = a;
-  for (at::Tensor LayerArguments::*member :
-       {&LayerArguments::query, &LayerArguments::key, &LayerArguments::value, &LayerArguments::in_proj_weight,
-        &LayerArguments::in_proj_bias, &LayerArguments::out_proj_weight, &LayerArguments::out_proj_bias}) {
-    lower.*member = cast(a.*member);
+  for (at::Tensor* tensor : {&lower.query, &lower.key, &lower.value, &lower.in_proj_weight, &lower.in_proj_bias,
+                             &lower.out_proj_weight, &lower.out_proj_bias}) {
+    cast(*tensor);
   }
   return call_multi_head_attention(lower);
 }
 
-template <c10::DeviceType kDevice>
+namespace {
+
 void register_autocast(torch::Library& m) {
-  m.impl("attention", TORCH_FN(attention_kernel<attention_autocast<kDevice>>));
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_autocast<kDevice>>));
-  m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_autocast<kDevice>>));
+  m.impl("attention", TORCH_FN(attention_kernel<attention_autocast>));
+  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_autocast>));
+  m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_autocast>));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(mha_ext, AutocastCPU, m) { register_autocast<at::kCPU>(m); }
-TORCH_LIBRARY_IMPL(mha_ext, AutocastCUDA, m) { register_autocast<at::kCUDA>(m); }
+TORCH_LIBRARY_IMPL(mha_ext, AutocastCPU, m) { register_autocast(m); }
+TORCH_LIBRARY_IMPL(mha_ext, AutocastCUDA, m) { register_autocast(m); }
 
 }  // namespace mha_ext

@@ -12,9 +12,17 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// A shared input counts once.
 std::array<at::Tensor, kNumLayerGradients> differentiable(const LayerArguments& a) {
-  return {a.query,         a.key,       a.value,           a.in_proj_weight, a.in_proj_bias, a.out_proj_weight,
-          a.out_proj_bias, a.attn_mask, a.key_padding_mask};
+  return {a.query,
+          a.shared_inputs == kSharedAll ? at::Tensor() : a.key,
+          a.shared_inputs == kSeparateInputs ? a.value : at::Tensor(),
+          a.in_proj_weight,
+          a.in_proj_bias,
+          a.out_proj_weight,
+          a.out_proj_bias,
+          a.attn_mask,
+          a.key_padding_mask};
 }
 
 void save_numbers(AutogradContext* context, const LayerArguments& a) {
@@ -59,8 +67,8 @@ class LayerFunction : public torch::autograd::Function<LayerFunction> {
  public:
   static constexpr bool is_traceable = true;
 
-  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
+  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const OptionalTensor&,
+                            const OptionalTensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
                             const OptionalTensor&, const OptionalTensor&, const LayerCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const LayerArguments& a = call.arguments;
@@ -88,15 +96,12 @@ class LayerFunction : public torch::autograd::Function<LayerFunction> {
 
 LayerResult multi_head_attention_autograd(const LayerArguments& a) {
   const auto inputs = differentiable(a);
-  if (must_decompose(inputs)) {
-    const auto [out, q, k, v, context, lse] = multi_head_attention_composed(a);
-    return {out, q.detach(), k.detach(), v.detach(), context.detach(), lse.detach()};
-  }
+  if (must_decompose(inputs)) return multi_head_attention_differentiable(a);
   if (needs_gradient(inputs)) {
     LayerState s;
     const at::Tensor out = LayerFunction::apply(
-        a.query, a.key, a.value, a.in_proj_weight, to_optional(a.in_proj_bias), a.out_proj_weight,
-        to_optional(a.out_proj_bias), to_optional(a.attn_mask), to_optional(a.key_padding_mask), LayerCall{a, s});
+        inputs[0], to_optional(inputs[1]), to_optional(inputs[2]), inputs[3], to_optional(inputs[4]), inputs[5],
+        to_optional(inputs[6]), to_optional(inputs[7]), to_optional(inputs[8]), LayerCall{a, s});
     return {out, s.q, s.k, s.v, s.context, s.lse};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

@@ -1,19 +1,36 @@
 // vmap: the ATen compositions, whose operators have batching rules of their own.
 #include <torch/library.h>
 
+#include "autocast.h"
 #include "composite.h"
 #include "signatures.h"
 
 namespace mha_ext {
+namespace {
+
+AttentionResult attention_batched(const AttentionArguments& a) {
+  return autocast_is_active(a.query) ? attention_autocast(a) : attention_math(a);
+}
+
+at::Tensor attention_weights_batched(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+  if (autocast_is_active(a.query)) return attention_weights_autocast(a, lse, average);
+  return attention_weights_from_inputs(a, lse, average);
+}
+
+LayerResult multi_head_attention_batched(const LayerArguments& a) {
+  return autocast_is_active(a.query) ? multi_head_attention_autocast(a) : multi_head_attention_differentiable(a);
+}
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(mha_ext, FuncTorchBatched, m) {
-  m.impl("attention", TORCH_FN(attention_kernel<attention_math>));
+  m.impl("attention", TORCH_FN(attention_kernel<attention_batched>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_from_inputs>));
+  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_batched>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_math>));
-  m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_composed>));
+  m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_batched>));
   m.impl("multi_head_attention_backward",
-         TORCH_FN(multi_head_attention_backward_kernel<multi_head_attention_backward_composed>));
+         TORCH_FN(multi_head_attention_backward_kernel<multi_head_attention_backward_from_inputs>));
 }
 
 }  // namespace mha_ext

@@ -36,6 +36,7 @@ at::Tensor value_gradient(const AttentionArguments& a, const Problem& p, const O
 
 AttentionResult attention_math(const AttentionArguments& a) {
   check_attention("attention", a);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
   const c10::SymInt kv_heads = a.key.sym_size(1);
   const at::Tensor weights = pairs::fold(pairs::dropped(p.softmax.probabilities, p), kv_heads);
@@ -46,6 +47,7 @@ AttentionResult attention_math(const AttentionArguments& a) {
 
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {
   check_attention_backward(a, c);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
   at::Tensor grad_weights, grad_value;
   if (c.grad_out.defined()) {

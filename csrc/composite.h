@@ -9,9 +9,9 @@ namespace mha_ext {
 AttentionResult attention_math(const AttentionArguments& arguments);
 AttentionGradients attention_backward_math(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
-// With `average` one head after the other, so that no (B, H, T_q, T_kv) tensor is held.
+// `lse` is part of the operator for kernels' sake; it is checked here and not read. With `average` one head after the other, so that no (B, H, T_q, T_kv) tensor is held.
 at::Tensor attention_weights_math(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
-// The same as a differentiable function of the inputs, `lse` unread.
+// The same, differentiable.
 at::Tensor attention_weights_from_inputs(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
 WeightsGradients attention_weights_backward_math(const AttentionArguments& arguments,
                                                  const WeightsCotangents& cotangents);
@@ -20,7 +20,9 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& argum
 LayerResult multi_head_attention_composed(const LayerArguments& arguments);
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& arguments,
                                                       const LayerCotangents& cotangents);
-// The same without relying on what the forward saved, so that it can be differentiated.
+// The same, to be differentiated by autograd or a transform: the state comes out detached, and the backward does not
+// rely on it.
+LayerResult multi_head_attention_differentiable(const LayerArguments& arguments);
 LayerGradients multi_head_attention_backward_from_inputs(const LayerArguments& arguments,
                                                          const LayerCotangents& cotangents);
 

@@ -1,6 +1,7 @@
 // The attention weights as a result, and their backward.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/softmax.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -29,14 +30,16 @@ AttentionArguments select_head(const AttentionArguments& a, int64_t h) {
 
 int64_t num_heads(const AttentionArguments& a) { return a.query.sym_size(1).guard_int(__FILE__, __LINE__); }
 
-// exp(S - lse) after dropout, in place on the scores: not differentiable.
-at::Tensor weights_from_lse(const AttentionArguments& a, const at::Tensor& lse, const HeadRange& heads) {
+// softmax(S) after dropout, in place on the scores: not differentiable. Not exp(S - lse): a row whose scores are huge
+// (under a mask of finfo.min, say) loses its normalisation in lse.
+at::Tensor weights_in_place(const AttentionArguments& a, const HeadRange& heads) {
   const at::ScalarType dtype = pairs::compute_dtype(a.query);
   const at::Tensor query = a.query.to(dtype) * pairs::scale_of(a);
-  at::Tensor weights = pairs::masked_scores(a, {query, {}}, {a.key.to(dtype), {}}, /*hidden=*/{});
-  const at::Tensor finite_lse = lse.masked_fill(lse.eq(-std::numeric_limits<double>::infinity()), 0);
-  weights.sub_(finite_lse.unsqueeze(-1)).exp_();
   const at::Tensor hidden = pairs::hidden_pairs(a);
+  at::Tensor weights = pairs::masked_scores(a, {query, {}}, {a.key.to(dtype), {}}, /*hidden=*/{});
+  if (hidden.defined()) weights.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  weights = at::softmax(weights, -1);
+  // Rows without a visible key are NaN now, and so are hidden pairs of rows that see a NaN.
   if (hidden.defined()) weights.masked_fill_(hidden, 0);
   if (a.dropout_seed.defined()) weights.mul_(pairs::dropout_multipliers(a, heads));
   return weights;
@@ -70,11 +73,12 @@ class PerHead {
 
 at::Tensor attention_weights_math(const AttentionArguments& a, const at::Tensor& lse, bool average) {
   check_attention_weights(a, lse);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t heads = num_heads(a);
-  if (!average) return weights_from_lse(a, lse, {0, heads}).to(a.query.scalar_type());
+  if (!average) return weights_in_place(a, {0, heads}).to(a.query.scalar_type());
   at::Tensor mean;
   for (int64_t h = 0; h < heads; ++h) {
-    const at::Tensor weights = weights_from_lse(select_head(a, h), lse.narrow(1, h, 1), {h, heads}).squeeze(1);
+    const at::Tensor weights = weights_in_place(select_head(a, h), {h, heads}).squeeze(1);
     mean = h == 0 ? weights : mean.add_(weights);
   }
   return mean.div_(heads).to(a.query.scalar_type());
@@ -82,6 +86,7 @@ at::Tensor attention_weights_math(const AttentionArguments& a, const at::Tensor&
 
 at::Tensor attention_weights_from_inputs(const AttentionArguments& a, const at::Tensor& lse, bool average) {
   check_attention_weights(a, lse);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t heads = num_heads(a);
   at::Tensor sum;
   for (int64_t h = 0; h < (average ? heads : 1); ++h) {
@@ -95,6 +100,7 @@ at::Tensor attention_weights_from_inputs(const AttentionArguments& a, const at::
 
 WeightsGradients attention_weights_backward_math(const AttentionArguments& a, const WeightsCotangents& c) {
   check_attention_weights_backward(a, c);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t heads = num_heads(a);
   const int64_t group = heads / a.key.sym_size(1).guard_int(__FILE__, __LINE__);
   at::Tensor grad = c.grad_weights.to(pairs::compute_dtype(a.query));

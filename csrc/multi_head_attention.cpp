@@ -103,15 +103,47 @@ LayerState attend(const LayerArguments& a) {
 
 at::Tensor flat_rows(const at::Tensor& tensor) { return tensor.flatten(0, 1); }
 
-// What a hidden key's input holds must not reach the weights' gradient: where a row of `grad` is 0 (only then can the
-// row be without influence) non-finite numbers of `input` become 0.
-at::Tensor without_hidden_rows(const LayerArguments& a, const at::Tensor& input, const at::Tensor& grad) {
-  const bool may_hide_keys = a.attn_mask.defined() || a.key_padding_mask.defined() ||
-                             (a.causal != kNotCausal && a.shared_inputs != kSharedAll);
-  if (!may_hide_keys) return input;
-  if (pairs::has_readable_values(input) && at::isfinite(input.detach().sum()).item<bool>()) return input;
-  const at::Tensor unused = grad.ne(0).any(-1, /*keepdim=*/true).logical_not();
-  return input.masked_fill(at::isfinite(input).logical_not().logical_and(unused), 0);
+// True at the rows of an input, (B or 1, T or 1), that are without influence: keys that no query sees in any head, and
+// queries that see no key in any head. A row that is both query and key must be both.
+at::Tensor unused_rows(const LayerArguments& a, bool as_query, bool as_key) {
+  const auto as_heads = [&](const at::Tensor& input) {
+    return (a.batch_first ? input : input.transpose(0, 1)).unsqueeze(1);
+  };
+  AttentionArguments arguments;
+  arguments.query = as_heads(a.query), arguments.key = as_heads(a.key);
+  arguments.attn_mask = a.attn_mask, arguments.key_padding_mask = a.key_padding_mask, arguments.causal = a.causal;
+  const at::Tensor hidden = pairs::hidden_pairs(arguments);
+  const at::Tensor queries = as_query ? hidden.all(3).all(1) : at::Tensor();
+  const at::Tensor keys = as_key ? hidden.all(2).all(1) : at::Tensor();
+  if (as_query && as_key) return queries.logical_and(keys);
+  return as_query ? queries : keys;
+}
+
+// Rows without influence as 0: else what they hold (NaN, say) would reach the weights' gradient as 0 * NaN.
+LayerArguments without_unused_rows(const LayerArguments& a) {
+  // The causal mask of self-attention hides no key, and no query, entirely.
+  const bool masked = a.attn_mask.defined() || a.key_padding_mask.defined() ||
+                      (a.causal != kNotCausal && a.shared_inputs != kSharedAll);
+  const auto clean = [&](const at::Tensor& input, bool as_query, bool as_key) {
+    if (!masked || (pairs::has_readable_values(input) && at::isfinite(input.detach().sum()).item<bool>())) return input;
+    const at::Tensor unused = unused_rows(a, as_query, as_key).unsqueeze(-1);
+    return input.masked_fill(a.batch_first ? unused : unused.transpose(0, 1), 0);
+  };
+  LayerArguments cleaned = a;
+  cleaned.query = clean(a.query, /*as_query=*/true, /*as_key=*/a.shared_inputs == kSharedAll);
+  if (a.shared_inputs == kSharedAll) {
+    cleaned.key = cleaned.value = cleaned.query;
+    return cleaned;
+  }
+  cleaned.key = clean(a.key, /*as_query=*/false, /*as_key=*/true);
+  cleaned.value = a.shared_inputs == kSharedKeyValue ? cleaned.key : clean(a.value, false, true);
+  return cleaned;
+}
+
+LayerResult compute(const LayerArguments& a) {
+  const LayerState s = attend(a);
+  const at::Tensor out = at::linear(s.context, a.out_proj_weight, to_optional(a.out_proj_bias));
+  return {out, s.q, s.k, s.v, s.context, s.lse};
 }
 
 at::Tensor side_by_side(const std::vector<at::Tensor>& parts, int64_t dim) {
@@ -130,10 +162,7 @@ void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>
       const at::Tensor product = at::mm(grads[i], rows_of(a.in_proj_weight, products[i].rows, head_dim(a)));
       result[i] = product.unflatten_symint(0, {input.sym_size(0), input.sym_size(1)});
     }
-    if (wanted[3]) {
-      const at::Tensor rows = flat_rows(input);
-      weight_parts.push_back(at::mm(grads[i].t(), without_hidden_rows(a, rows, grads[i])));
-    }
+    if (wanted[3]) weight_parts.push_back(at::mm(grads[i].t(), flat_rows(input)));
     if (wanted[4]) bias_parts.push_back(grads[i].sum(0));
   }
   if (wanted[3]) result[3] = side_by_side(weight_parts, 0);
@@ -172,13 +201,18 @@ std::array<bool, kNumLayerGradients> existing_gradients(const LayerArguments& a,
 
 LayerResult multi_head_attention_composed(const LayerArguments& a) {
   check_layer(a);
-  const LayerState s = attend(a);
-  const at::Tensor out = at::linear(s.context, a.out_proj_weight, to_optional(a.out_proj_bias));
-  return {out, s.q, s.k, s.v, s.context, s.lse};
+  return compute(a);
+}
+
+LayerResult multi_head_attention_differentiable(const LayerArguments& a) {
+  check_layer(a);
+  const auto [out, q, k, v, context, lse] = compute(without_unused_rows(a));
+  return {out, q.detach(), k.detach(), v.detach(), context.detach(), lse.detach()};
 }
 
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, const LayerCotangents& c) {
   check_layer_backward(a, c);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto wanted = existing_gradients(a, c.output_mask);
   std::array<at::Tensor, kNumLayerGradients> result;
   const at::Tensor grad_out = flat_rows(c.grad_out);
@@ -191,7 +225,7 @@ LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, c
     const AttentionGradients g = call_attention_backward(
         attention_arguments(a, c.state),
         {split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});
-    projection_gradients(a, joined(a, g), wanted, result);
+    projection_gradients(wanted[3] ? without_unused_rows(a) : a, joined(a, g), wanted, result);
     result[7] = std::get<3>(g), result[8] = std::get<4>(g);
   }
   return std::tuple_cat(result);
@@ -199,7 +233,9 @@ LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, c
 
 LayerGradients multi_head_attention_backward_from_inputs(const LayerArguments& a, const LayerCotangents& c) {
   check_layer_backward(a, c);
-  return multi_head_attention_backward_composed(a, {c.grad_out, attend(a), c.output_mask});
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const LayerArguments cleaned = without_unused_rows(a);
+  return multi_head_attention_backward_composed(cleaned, {c.grad_out, attend(cleaned), c.output_mask});
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

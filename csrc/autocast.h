@@ -1,0 +1,15 @@
+// Autocast, for the one other place that must know of it: vmap takes operators apart before autocast sees them.
+#pragma once
+
+#include "attention.h"
+
+namespace mha_ext {
+
+bool autocast_is_active(const at::Tensor& query);
+
+// Cast, switch autocast off and call the operator.
+AttentionResult attention_autocast(const AttentionArguments& arguments);
+at::Tensor attention_weights_autocast(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
+LayerResult multi_head_attention_autocast(const LayerArguments& arguments);
+
+}  // namespace mha_ext
