@@ -76,7 +76,7 @@ def exact_layer(
 
     Masks that are (B * H, T, S) are read batch-major. Inputs that are one tensor share one gradient, named ``query``.
     """
-    twin = copy.deepcopy(module).double()
+    twin = copy.deepcopy(module).double().requires_grad_()
     names = {id(x): n for n, x in reversed(list(zip(("query", "key", "value"), inputs, strict=True)))}
     leaves = {n: leaf(x) for n, x in zip(("query", "key", "value"), inputs, strict=True) if names[id(x)] == n}
     parameters = reference.layer_parameters(twin, torch.float64)

@@ -197,8 +197,9 @@ def test_empty_sequences_and_batches(sizes: tuple[int, int, int], need_weights: 
             assert torch.equal(out, module.out_proj.bias.expand_as(out))
     grads = gradients(module, inputs, torch.ones(batch, queries, EMBED, dtype=torch.float64), need_weights=need_weights)
     assert all(bool(g.isfinite().all()) for g in grads.values())
-    x = sequence(batch, queries)
-    assert module(x, x, x, need_weights=need_weights)[0].shape == x.shape
+    if "kdim" not in options:
+        x = sequence(batch, queries)
+        assert module(x, x, x, need_weights=need_weights)[0].shape == x.shape
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 5, 17, 65, 127, 193, 257, 320, 512])

@@ -112,7 +112,9 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     rest = e_dp + e_d + 3 * a * (d_weights + delta + exact.grad_lse.abs()[..., None])
     e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
     shared = queries * (exact.query.shape[1] // max(kv_heads, 1))
-    query = abs(exact.scale) * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
+    query = (
+        abs(exact.scale) * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
+    )
     key = abs(exact.scale) * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
     value = (used * (e_p + h + growth(shared, dtype)) + tiny).mT @ d_out
     limits["query"] = query + tiny
