@@ -37,7 +37,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """What rounding costs next to zero: half the distance of the numbers there, and all of a weight below the normal ones."""
+    """What rounding costs next to zero: half the distance of the numbers there, and all of a weight too small."""
     return max(torch.finfo(dtype).tiny * roundoff(dtype), torch.finfo(sum_dtype(dtype)).tiny)
 
 
@@ -125,7 +125,7 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
 
 
 def bias_limit(exact: Exact, e_ds: Tensor, grad: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Limit for ``grad``, a float mask's gradient: the broadcast sum of the gradients of the first ``columns`` scores."""
+    """Limit for ``grad``, a float mask's gradient: the broadcast sum of the first ``columns`` scores' gradients."""
     d_scores = exact.grad_scores()[..., :columns].abs()
     terms = max(1, d_scores.numel() // max(1, grad.numel()))
     total = (e_ds[..., :columns] + growth(terms, dtype) * d_scores).sum_to_size(grad.shape)
