@@ -267,8 +267,9 @@ def multi_head_attention_backward(
 
 
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """``X^T dY`` over batch and length."""
-    return x.flatten(0, 1).mT @ grad.flatten(0, 1)
+    """``X^T dY`` over batch and length. Rows without a gradient are left out: behind a mask X may hold NaN."""
+    used = (grad != 0).any(-1, keepdim=True)
+    return x.where(used, 0).flatten(0, 1).mT @ grad.flatten(0, 1)
 
 
 def _attend(where: str, qkv: list[Tensor], mask: Mask) -> tuple[Tensor, AttentionCache]:
