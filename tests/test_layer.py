@@ -22,7 +22,7 @@ from layer_cases import (
     mode,
     sequence,
 )
-from tolerances import assert_within, double_limit
+from tolerances import assert_within, double_limit, peer_limit
 from torch import Tensor, nn
 
 from mha_ext import reference
@@ -219,6 +219,24 @@ def test_a_padded_example_does_not_spoil_the_others(need_weights: bool) -> None:
         grads.append(torch.autograd.grad(loss, list(module.parameters())))
     for got, want in zip(*grads, strict=True):
         assert_within(got, want, double_limit(want, 100))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("options", [{}, {"kdim": 8, "vdim": 6}, {"add_bias_kv": True}], ids=str)
+def test_autocast(dtype: torch.dtype, need_weights: bool, options: dict[str, Any]) -> None:
+    """Output dtype and exactness under autocast are PyTorch's or better; parameters get float32 gradients."""
+    ours, theirs = pair(dtype=torch.float32, **options)
+    widths = (EMBED, ours.kdim, ours.vdim)
+    inputs = tuple(sequence(2, n, w, w, torch.float32) for n, w in zip((5, 7, 7), widths, strict=True))
+    truth = exact_layer(ours, inputs)
+    with torch.autocast("cpu", dtype):
+        out = ours(*inputs, need_weights=need_weights)[0]
+        peer = theirs(*inputs, need_weights=need_weights)[0]
+    assert out.dtype == peer.dtype
+    assert_within(out, truth.out, peer_limit(peer, truth.out, dtype))
+    out.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and bool(p.grad.isfinite().all()) for p in ours.parameters())
 
 
 # ------------------------------------------------------------------------------------ hooks, adapters, parametrizations
