@@ -20,6 +20,7 @@ from layer_cases import (
     last_hidden,
     make,
     mode,
+    pair,
     sequence,
 )
 from tolerances import assert_within, double_limit, peer_limit
