@@ -86,9 +86,7 @@ def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
 
 def _combine_heads(x: Tensor, batch_first: bool) -> Tensor:
     """``(B, H, T, D)`` to contiguous ``(B, T, H D)``, a view where the operator wrote x, or ``(T, B, H D)``."""
-    x = x.transpose(1, 2) if batch_first else x.permute(2, 0, 1, 3).contiguous()
-    first, second, num_heads, head_dim = x.shape
-    return x.reshape(first, second, num_heads * head_dim)
+    return (x.transpose(1, 2) if batch_first else x.permute(2, 0, 1, 3).contiguous()).flatten(2)
 
 
 def project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tuple[int, int], batch_first: bool) -> QKV:
