@@ -41,7 +41,7 @@ ISA_FLAGS = {
 }
 KERNEL_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
 # Without -fopenmp at::parallel_for silently runs on one thread.
-CXX_FLAGS = ["-O2", "-g0", "-fopenmp", "-fvisibility=hidden"] + (["-DMHA_EXT_X86"] if IS_X86 else [])
+CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fopenmp", "-fvisibility=hidden"] + (["-DMHA_EXT_X86"] if IS_X86 else [])
 WARNINGS = ["-Wall", "-Wextra"]
 
 
