@@ -1,106 +1,20 @@
 // Backward of attention on CPU, recomputing the probabilities tile by tile, in memory linear in T.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
-
-#include <array>
 
 #include "../checks.h"
 #include "../signatures.h"
 #include "arguments.h"
-#include "parallel.h"
+#include "backward.h"
 
 namespace mha_ext::cpu {
 namespace {
 
-using kernels::AttentionParams;
-using kernels::BackwardParams;
-using kernels::KernelTable;
-
-double multiply_adds(const AttentionParams& p, int64_t queries, int64_t keys) {
-  return static_cast<double>(queries) * static_cast<double>(keys) * static_cast<double>(p.head_dim + p.value_dim) * 2.5;
-}
-
-// (B, H, T, D)-shaped, lying as (B, T, H, D).
-at::Tensor empty_gradient_like(const at::Tensor& t) {
-  return at::empty({t.size(0), t.size(2), t.size(1), t.size(3)}, t.options()).transpose(1, 2);
-}
-
-// dQ, dK, dV. With several ranges of keys each leaves its share of dQ apart, and the shares are added in order.
-void run_backward(BackwardParams& b, const at::Tensor& grad_query, at::ScalarType compute) {
-  const AttentionParams& p = b.attention;
-  const KernelTable& kernel = kernels_for(compute);
-  const int64_t range = key_range_size(p.batch * p.kv_heads, p.num_keys);
-  const int64_t ranges = divide_up(p.num_keys, range);
-  at::Tensor partial;
-  if (ranges > 1 && grad_query.defined()) {
-    partial = at::empty({ranges, p.batch, p.heads, p.num_queries, p.head_dim}, grad_query.options().dtype(compute));
-    b.grad_query_partial = partial.mutable_data_ptr();
-  }
-  const double work = multiply_adds(p, p.num_queries * (p.heads / p.kv_heads), range);
-  parallel_units(p.batch * p.kv_heads * ranges, work, kernel.backward_scratch_bytes(p, std::min(range, p.num_keys)),
-                 [&](int64_t unit, void* scratch) {
-                   const int64_t split = unit % ranges, row = unit / ranges;
-                   const int64_t begin = split * range, end = std::min(begin + range, p.num_keys);
-                   kernel.backward_range(b, {row / p.kv_heads, row % p.kv_heads, begin, end, split}, scratch);
-                 });
-  if (partial.defined()) grad_query.copy_(partial.sum(0));
-}
-
-// d(mask) in the shape of the mask. A unit owns a piece of the gradient and adds to it, in order, the tiles of every
-// (b, h, query block, key) that the piece is broadcast over.
-at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, at::ScalarType compute) {
-  const AttentionParams& p = b.attention;
-  const KernelTable& kernel = kernels_for(compute);
-  const at::Tensor grad = at::zeros(mask.sizes(), mask.options().dtype(compute));
-  const bool own_b = mask.size(0) > 1, own_h = mask.size(1) > 1, own_q = mask.size(2) > 1, own_k = mask.size(3) > 1;
-  const kernels::MaskGradientView view{grad.mutable_data_ptr(), own_b ? grad.stride(0) : 0, own_h ? grad.stride(1) : 0,
-                                       own_q ? grad.stride(2) : 0, own_k ? grad.stride(3) : 0};
-  const int64_t keys = p.num_keys - p.appended_keys;
-  constexpr int64_t kKeysPerUnit = 512;
-  const int64_t blocks = divide_up(p.num_queries, p.query_block);
-  const int64_t keys_per_unit = own_k && !own_q ? kKeysPerUnit : keys;
-  const std::array<int64_t, 4> units = {own_b ? p.batch : 1, own_h ? p.heads : 1, own_q ? blocks : 1,
-                                        divide_up(keys, keys_per_unit)};
-  const std::array<int64_t, 3> inner = {own_b ? 1 : p.batch, own_h ? 1 : p.heads, own_q ? 1 : blocks};
-  const int64_t inner_count = inner[0] * inner[1] * inner[2];
-  const double work = multiply_adds(p, p.query_block, keys_per_unit) * static_cast<double>(inner_count);
-  parallel_units(
-      units[0] * units[1] * units[2] * units[3], work, kernel.mask_gradient_scratch_bytes(p),
-      [&](int64_t unit, void* scratch) {
-        const int64_t key_begin = unit % units[3] * keys_per_unit;
-        const int64_t key_end = std::min(key_begin + keys_per_unit, keys);
-        const int64_t unit_block = unit / units[3] % units[2];
-        const int64_t unit_head = unit / (units[3] * units[2]) % units[1];
-        const int64_t unit_batch = unit / (units[3] * units[2] * units[1]);
-        for (int64_t i = 0; i < inner_count; ++i) {
-          const int64_t begin = (unit_block + i % inner[2]) * p.query_block;
-          const int64_t head = unit_head + i / inner[2] % inner[1];
-          const int64_t batch = unit_batch + i / (inner[2] * inner[1]);
-          const int64_t count = std::min(p.query_block, p.num_queries - begin);
-          kernel.mask_gradient_block(b, {batch, head, begin, count}, key_begin, key_end, view, scratch);
-        }
-      });
-  return grad;
-}
-
-// The gradient of a mask in the mask's own shape and dtype; `bound` is the mask as the kernels see it.
-at::Tensor gradient_of(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask) {
-  const at::ScalarType compute = bound.scalar_type();
-  const AttentionParams& p = b.attention;
-  const bool empty = bound.numel() == 0 || p.num_queries == 0 || p.num_keys == p.appended_keys;
-  const at::Tensor grad = empty ? at::zeros(bound.sizes(), bound.options()) : mask_gradient(b, bound, compute);
-  return grad.to(mask.scalar_type()).view(mask.sizes());
-}
-
 AttentionGradients attention_backward(const AttentionArguments& args, const AttentionCotangents& cotangents) {
   check_attention_backward(args, cotangents);
   const BoundArguments bound = bind(args);
-  const at::ScalarType compute = compute_type(args.query);
   const at::Tensor lse = cotangents.lse.contiguous();
   at::Tensor grad_lse;
-  BackwardParams b;
+  kernels::BackwardParams b;
   b.attention = bound.params;
   b.lse = lse.const_data_ptr();
   if (cotangents.grad_out.defined()) {
@@ -108,26 +22,11 @@ AttentionGradients attention_backward(const AttentionArguments& args, const Atte
     b.grad_out = view_of(cotangents.grad_out);
   }
   if (cotangents.grad_lse.defined()) {
-    grad_lse = cotangents.grad_lse.to(compute).contiguous();
+    grad_lse = cotangents.grad_lse.to(lse.scalar_type()).contiguous();
     b.grad_lse = grad_lse.const_data_ptr();
   }
 
-  const auto& wanted = cotangents.output_mask;
-  at::Tensor grad_query, grad_key, grad_value, grad_mask, grad_padding;
-  if (wanted[0]) grad_query = empty_gradient_like(args.query);
-  if (wanted[1]) grad_key = empty_gradient_like(args.key);
-  if (wanted[2]) grad_value = empty_gradient_like(args.value);
-  if (wanted[0]) b.grad_query = mutable_view_of(grad_query);
-  if (wanted[1]) b.grad_key = mutable_view_of(grad_key);
-  if (wanted[2]) b.grad_value = mutable_view_of(grad_value);
-  if (b.attention.num_keys == 0) {
-    if (wanted[0]) grad_query.zero_();
-  } else if (wanted[0] || wanted[1] || wanted[2]) {
-    run_backward(b, grad_query, compute);
-  }
-  if (wanted[3]) grad_mask = gradient_of(b, bound.attn_mask, args.attn_mask);
-  if (wanted[4]) grad_padding = gradient_of(b, bound.key_padding_mask, args.key_padding_mask);
-  return {grad_query, grad_key, grad_value, grad_mask, grad_padding};
+  return run_backward(b, args, bound, cotangents.output_mask);
 }
 
 }  // namespace

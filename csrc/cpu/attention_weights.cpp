@@ -1,10 +1,11 @@
-// attention_weights on CPU: the weights per head, or their mean over heads without a matrix a head.
+// The attention weights on CPU, per head or their mean over heads without a matrix a head, and their backward.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "../checks.h"
 #include "../signatures.h"
 #include "arguments.h"
+#include "backward.h"
 #include "parallel.h"
 
 namespace mha_ext::cpu {
@@ -37,8 +38,31 @@ at::Tensor attention_weights(const AttentionArguments& args, const at::Tensor& l
   return out;
 }
 
+WeightsGradients attention_weights_backward(const AttentionArguments& args, const WeightsCotangents& cotangents) {
+  check_attention_weights_backward(args, cotangents);
+  const BoundArguments bound = bind(args);
+  const at::Tensor lse = cotangents.lse.contiguous();
+  const at::Tensor& grad = cotangents.grad_weights;
+  const at::Tensor per_head = cotangents.average ? grad.unsqueeze(1) : grad;
+  kernels::BackwardParams b;
+  b.attention = bound.params;
+  b.lse = lse.const_data_ptr();
+  b.grad_weights = view_of(per_head);
+  if (cotangents.average) {
+    b.grad_weights.stride_h = 0;
+    b.weights_factor = 1.0 / static_cast<double>(b.attention.heads);
+  }
+  const auto& wanted = cotangents.output_mask;
+  const auto [query, key, value, attn_mask, padding] =
+      run_backward(b, args, bound, {wanted[0], wanted[1], false, wanted[2], wanted[3]});
+  return {query, key, attn_mask, padding};
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(mha_ext, CPU, m) { m.impl("attention_weights", &attention_weights_kernel<attention_weights>); }
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  m.impl("attention_weights", &attention_weights_kernel<attention_weights>);
+  m.impl("attention_weights_backward", &attention_weights_backward_kernel<attention_weights_backward>);
+}
 
 }  // namespace mha_ext::cpu

@@ -12,7 +12,7 @@ namespace mha_ext::cpu {
 const kernels::InstructionSet& instruction_set();
 
 const char* cpu_capability();
-std::vector<std::string> available_cpu_capabilities();      // weakest first
-void set_cpu_capability(const std::string& name);  // ValueError names the available ones
+std::vector<std::string> available_cpu_capabilities();  // weakest first
+void set_cpu_capability(const std::string& name);       // ValueError names the available ones
 
 }  // namespace mha_ext::cpu

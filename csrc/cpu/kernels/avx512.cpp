@@ -1,6 +1,6 @@
 // AVX-512: 64-byte vectors, 32 registers (8 x 3 accumulators, 3 right-hand vectors, the broadcasts from memory).
-// The zero-masked forms under a full mask are the plain instructions; the plain intrinsics of GCC 12 read a variable that
-// they never set (GCC bug 105593).
+// The zero-masked forms under a full mask are the plain instructions; the plain intrinsics of GCC 12 read a variable
+// that they never set (GCC bug 105593).
 #include <immintrin.h>
 
 #include "kernels.inl.h"

@@ -18,6 +18,11 @@ struct Tile {
   int64_t key_begin, key_count;
 };
 
+// The tile's rows of K and V.
+MHA_EXT_INLINE QueryBlock keys_of(const AttentionParams& p, const Tile& t) {
+  return {t.queries.batch, t.queries.head / (p.heads / p.kv_heads), t.key_begin, t.key_count};
+}
+
 template <typename Scalar>
 struct MaskTile {
   Scalar* addend;  // [key_count][lanes]

@@ -23,7 +23,7 @@ struct GemmOperands {
   int64_t ldb;
   Scalar* c;
   int64_t ldc;
-  int64_t depth;                 // k; may be zero
+  int64_t depth;                   // k; may be zero
   const Scalar* factor = nullptr;  // Start::Scale: one factor a lane
 };
 

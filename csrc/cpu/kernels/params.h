@@ -48,7 +48,7 @@ struct AttentionParams {
   int64_t num_queries = 0, num_keys = 0, head_dim = 0, value_dim = 0;
   int64_t appended_keys = 0;  // the last keys, which every query sees
   bool causal = false;
-  int64_t causal_offset = 0;  // causal: key j is visible to query i when j <= i + causal_offset
+  int64_t causal_offset = 0;            // causal: key j is visible to query i when j <= i + causal_offset
   int64_t query_block = kBlockQueries;  // queries a block, at most kBlockQueries
   double scale = 1.0;
   bool dropout = false;
@@ -65,10 +65,14 @@ struct ForwardParams {
 };
 
 // Gradients whose data pointer is null are not written. `grad_out.data` and `grad_lse` may be null (zero).
+// With `grad_weights.data` the gradient is that of the returned weights instead: (B, H, T_q, T_kv) with stride_h 0 for
+// weights averaged over heads, times `weights_factor`; value, out, grad_out and grad_lse are not read then.
 // `grad_query_partial`, when set, receives dQ in the compute type as [split][B][H][T_q][D] instead of `grad_query`.
 struct BackwardParams {
   AttentionParams attention;
   TensorView out, grad_out;
+  TensorView grad_weights;
+  double weights_factor = 1.0;
   const void* lse = nullptr;
   const void* grad_lse = nullptr;
   MutableTensorView grad_query, grad_key, grad_value;

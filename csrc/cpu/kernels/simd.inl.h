@@ -18,7 +18,8 @@ template <>
 struct FloatFormat<float> {
   using Int = int32_t;
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
-  static constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  static constexpr float kRoundToInteger =
+      12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
   static constexpr float kInfinity = __builtin_inff();
 };
 

@@ -48,10 +48,12 @@ MHA_EXT_INLINE typename V::Vec exp_of(typename V::Vec x) {
   return V::select(x < C::kFloor, V::zero(), V::scale_by_power_of_two(p, shifted, n));
 }
 
-// exp(score - lse). A hidden pair (score -inf) has none of it, not even in a row whose lse a visible NaN has made NaN.
-template <class V>
-MHA_EXT_INLINE typename V::Vec probability_of(typename V::Vec score, typename V::Vec lse) {
-  return V::select(score == -V::kInfinity, V::zero(), exp_of<V>(score - lse));
+// exp((score - high) - low), high + low the log-sum-exp. A hidden pair (score -inf) has none of it, not even in a row
+// whose log-sum-exp a visible NaN has made NaN.
+template <class V, bool kMayHide>
+MHA_EXT_INLINE typename V::Vec probability_of(typename V::Vec score, typename V::Vec high, typename V::Vec low) {
+  const typename V::Vec probability = exp_of<V>((score - high) - low);
+  return kMayHide ? V::select(score == -V::kInfinity, V::zero(), probability) : probability;
 }
 
 // The running state of a block of queries: O = accumulator / sum, log-sum-exp = maximum + log(sum).
@@ -61,6 +63,14 @@ struct RunningSoftmax {
   Scalar* sum;
   Scalar* rescale;  // factor that the accumulator must take before the next tile is added
 };
+
+template <class V>
+void clear(const RunningSoftmax<typename V::Scalar>& state, int64_t lanes) {
+  for (int64_t q = 0; q < lanes; ++q) {
+    state.maximum[q] = -V::kInfinity;
+    state.sum[q] = 0;
+  }
+}
 
 // What a score is measured against. A row that has seen no visible key has maximum -inf, and -inf - (-inf) would be
 // NaN: such a row is measured against 0, so that all its exponentials are 0. This is the one place of that rule.

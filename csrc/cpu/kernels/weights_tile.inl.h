@@ -3,49 +3,38 @@
 // One block of queries at a time, all its keys in scratch [T_kv][lanes]; so the mean over heads needs no matrix a head.
 #pragma once
 
-#include "forward_tile.inl.h"
+#include "dropout.inl.h"
+#include "scores.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
 
 template <class V>
-struct WeightsScratch {
+struct WeightsScratch : ScoreScratch<V> {
   using Scalar = typename V::Scalar;
-  Scalar *query_rows, *query_columns, *keys, *scores, *lse, *weights, *turned;
-  MaskTile<Scalar> mask;
-  size_t bytes;
+  Scalar *weights, *turned;
 
-  WeightsScratch(const AttentionParams& p, void* base) {
-    Arena arena(base);
-    const int64_t d = padded_width<V>(p.head_dim);
-    query_rows = arena.take<Scalar>(kBlockQueries * d);
-    query_columns = arena.take<Scalar>(kBlockQueries * d);
-    keys = arena.take<Scalar>(kBlockKeys * d);
-    scores = arena.take<Scalar>(kBlockKeys * kBlockQueries);
-    lse = arena.take<Scalar>(kBlockQueries);
+  WeightsScratch(Arena&& arena, const AttentionParams& p) : ScoreScratch<V>(arena, p) {
     weights = arena.take<Scalar>(round_up(p.num_keys, kBlockKeys) * kBlockQueries);
     turned = arena.take<Scalar>(kBlockKeys * kBlockQueries);
-    mask.addend = arena.take<Scalar>(kBlockKeys * kBlockQueries);
-    mask.rows = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     bytes = arena.used();
   }
+  size_t bytes;
 };
 
 // Adds one head's weights of a tile to s.weights.
 template <class V>
 void add_weights_tile(const AttentionParams& p, const Tile& t, typename V::Scalar factor, WeightsScratch<V>& s) {
-  const TileKind kind = resolve_mask<V>(p, t, s.mask);
+  const TileKind kind = score_tile<V>(p, t, s).kind;
   if (kind == TileKind::Skip) return;
-  const QueryBlock rows{t.queries.batch, t.queries.head / (p.heads / p.kv_heads), t.key_begin, t.key_count};
-  const auto keys = key_rows<V>(p.key, rows, p.head_dim, s.keys);
-  gemm<V, Lhs::ByRow, Start::Zero>({keys.data, keys.ld, s.query_columns, t.lanes, s.scores, t.lanes, p.head_dim},
-                                   round_up(t.key_count, V::kGemmRows), t.lanes);
   if (kind == TileKind::Masked) apply_mask<V>(s.scores, s.mask.addend, t.key_count * t.lanes);
   const uint64_t key = p.dropout ? dropout_key(p, t.queries.batch, t.queries.head) : 0;
   for (int64_t k = 0; k < t.key_count; ++k) {
     const DropoutRow<V> row(key, t.key_begin + k);
     for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-      typename V::Vec weight = probability_of<V>(V::load(s.scores + k * t.lanes + c), V::load(s.lse + c)) * factor;
+      typename V::Vec weight =
+          factor * probability_of<V, true>(V::load(s.scores + k * t.lanes + c), V::load(s.softmax.maximum + c),
+                                           V::load(s.softmax.sum + c));
       if (p.dropout) weight = V::select(row.keep(t.queries.begin + c, p.drop_below), weight, V::zero());
       typename V::Scalar* sum = s.weights + (t.key_begin + k) * t.lanes + c;
       V::store(sum, V::load(sum) + weight);
@@ -68,15 +57,14 @@ template <class V>
 void weights_block(const WeightsParams& w, const QueryBlock& block, void* scratch) {
   using Scalar = typename V::Scalar;
   const AttentionParams& p = w.attention;
-  WeightsScratch<V> s(p, scratch);
-  const int64_t lanes = round_up(block.count, V::kWidth), width = padded_width<V>(p.head_dim);
+  WeightsScratch<V> s(Arena(scratch), p);
+  const int64_t lanes = round_up(block.count, V::kWidth);
   const Scalar factor = static_cast<Scalar>(p.dropout ? w.factor * p.keep_scale : w.factor);
   __builtin_memset(s.weights, 0, static_cast<size_t>(round_up(p.num_keys, kBlockKeys) * lanes) * sizeof(Scalar));
   for (int64_t head = block.head; head < block.head + w.head_count; ++head) {
     const QueryBlock queries{block.batch, head, block.begin, block.count};
-    read_rows<V>(p.query, queries, lanes, p.head_dim, static_cast<Scalar>(p.scale), s.query_rows, width);
-    transpose<V>(s.query_rows, width, lanes, width, s.query_columns, lanes);
-    load_lse<V>(w.lse, p, queries, lanes, s.lse);
+    load_queries<V>(p, queries, lanes, s);
+    load_lse<V>(w.lse, p, queries, lanes, s);
     for (int64_t k = 0; k < p.num_keys; k += kBlockKeys) {
       add_weights_tile<V>(p, {queries, lanes, k, min_of(kBlockKeys, p.num_keys - k)}, factor, s);
     }
@@ -86,7 +74,7 @@ void weights_block(const WeightsParams& w, const QueryBlock& block, void* scratc
 
 template <class V>
 size_t weights_scratch_bytes(const AttentionParams& p) {
-  return WeightsScratch<V>(p, nullptr).bytes;
+  return WeightsScratch<V>(Arena(nullptr), p).bytes;
 }
 
 }  // namespace

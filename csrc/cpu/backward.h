@@ -1,0 +1,12 @@
+// What the backward operators of attention and of the attention weights share.
+#pragma once
+
+#include "arguments.h"
+
+namespace mha_ext::cpu {
+
+// Gradients of query, key, value and the two masks, as wanted, from `b` with its cotangents and log-sum-exp set.
+AttentionGradients run_backward(kernels::BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
+                                const std::array<bool, 5>& wanted);
+
+}  // namespace mha_ext::cpu
