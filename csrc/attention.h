@@ -29,21 +29,21 @@ enum Causal : int64_t {
 
 // A tensor that is absent is an undefined tensor.
 struct AttentionArguments {
-  at::Tensor query;             // (B, H, T_q, D)
-  at::Tensor key;               // (B, H_kv, T_kv, D)
-  at::Tensor value;             // (B, H_kv, T_kv, D_v); absent for the attention weights
-  at::Tensor attn_mask;         // broadcasts to (B, H, T_q, T_kv - num_appended_keys); bool: True = may attend; else added
+  at::Tensor query;      // (B, H, T_q, D)
+  at::Tensor key;        // (B, H_kv, T_kv, D)
+  at::Tensor value;      // (B, H_kv, T_kv, D_v); absent for the attention weights
+  at::Tensor attn_mask;  // broadcasts to (B, H, T_q, T_kv - num_appended_keys); bool: True = may attend; else added
   at::Tensor key_padding_mask;  // (B or 1, T_kv - num_appended_keys); bool: True = ignore; else added
   at::Tensor dropout_seed;      // int64, one element; present iff dropout_p > 0
   double dropout_p = 0.0;
   int64_t causal = kNotCausal;
   std::optional<double> scale = std::nullopt;  // 1 / sqrt(D) when absent
-  int64_t num_appended_keys = 0;  // the last keys, which every query sees: no mask applies to them
+  int64_t num_appended_keys = 0;               // the last keys, which every query sees: no mask applies to them
 };
 
-using AttentionResult = std::tuple<at::Tensor, at::Tensor>;                                       // out, lse
+using AttentionResult = std::tuple<at::Tensor, at::Tensor>;                                         // out, lse
 using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // q, k, v, masks
-using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;              // q, k, masks
+using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;                // q, k, masks
 
 // out (B, H, T_q, D_v) with out.transpose(1, 2) contiguous; lse (B, H, T_q), -inf for a query that sees no key.
 AttentionResult call_attention(const AttentionArguments& arguments);

@@ -1,5 +1,6 @@
 // Derivatives of the attention operators. Three roads at the Autograd key:
-// - a function transform (vmap, jvp, torch.func.grad, ...) is active or an input carries a forward-mode tangent: the ATen
+// - a function transform (vmap, jvp, torch.func.grad, ...) is active or an input carries a forward-mode tangent: the
+// ATen
 //   composition, which every transform can take apart;
 // - an input requires a gradient: a Function whose backward is our backward operator;
 // - else: on to the device's kernel.
@@ -42,8 +43,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->set_materialize_grads(false);
     const auto [out, lse] = call_attention(a);
-    context->save_for_backward(
-        {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse});
+    context->save_for_backward({a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse});
     save_numbers(context, a);
     return {out, lse};
   }
@@ -101,8 +101,8 @@ AttentionResult attention_autograd(const AttentionArguments& a) {
   const auto inputs = differentiable(a);
   if (must_decompose(inputs)) return attention_math(a);
   if (needs_gradient(inputs)) {
-    const variable_list results = AttentionFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask),
-                                                           to_optional(a.key_padding_mask), a);
+    const variable_list results =
+        AttentionFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask), a);
     return {results[0], results[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

@@ -67,8 +67,8 @@ class LayerFunction : public torch::autograd::Function<LayerFunction> {
  public:
   static constexpr bool is_traceable = true;
 
-  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const OptionalTensor&,
-                            const OptionalTensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
+  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
+                            const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
                             const OptionalTensor&, const OptionalTensor&, const LayerCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const LayerArguments& a = call.arguments;
@@ -89,8 +89,7 @@ class LayerFunction : public torch::autograd::Function<LayerFunction> {
     const auto wanted = wanted_gradients<kNumLayerGradients>(context, differentiable(a));
     const auto [query, key, value, in_weight, in_bias, out_weight, out_bias, attn_mask, key_padding_mask] =
         call_multi_head_attention_backward(a, {grads[0], state, wanted});
-    return {query,    key,       value,           in_weight,   in_bias,
-            out_weight, out_bias, attn_mask, key_padding_mask, at::Tensor()};
+    return {query, key, value, in_weight, in_bias, out_weight, out_bias, attn_mask, key_padding_mask, at::Tensor()};
   }
 };
 
@@ -99,9 +98,9 @@ LayerResult multi_head_attention_autograd(const LayerArguments& a) {
   if (must_decompose(inputs)) return multi_head_attention_differentiable(a);
   if (needs_gradient(inputs)) {
     LayerState s;
-    const at::Tensor out = LayerFunction::apply(
-        inputs[0], to_optional(inputs[1]), to_optional(inputs[2]), inputs[3], to_optional(inputs[4]), inputs[5],
-        to_optional(inputs[6]), to_optional(inputs[7]), to_optional(inputs[8]), LayerCall{a, s});
+    const at::Tensor out = LayerFunction::apply(inputs[0], to_optional(inputs[1]), to_optional(inputs[2]), inputs[3],
+                                                to_optional(inputs[4]), inputs[5], to_optional(inputs[6]),
+                                                to_optional(inputs[7]), to_optional(inputs[8]), LayerCall{a, s});
     return {out, s.q, s.k, s.v, s.context, s.lse};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

@@ -110,8 +110,8 @@ void check_key_value(const char* function, const AttentionArguments& a) {
   check_size(key, a.key, 3, a.query.sym_size(3), "query's head_dim");
   const c10::SymInt heads = a.query.sym_size(1);
   const c10::SymInt kv_heads = a.key.sym_size(1);
-  TORCH_CHECK_VALUE(kv_heads >= 1 && heads % kv_heads == 0, key, " have a number of heads that divides query's ",
-                    heads, " (size 1), got ", kv_heads);
+  TORCH_CHECK_VALUE(kv_heads >= 1 && heads % kv_heads == 0, key, " have a number of heads that divides query's ", heads,
+                    " (size 1), got ", kv_heads);
   TORCH_CHECK_VALUE(a.num_appended_keys >= 0 && a.num_appended_keys <= a.key.sym_size(2), function,
                     ": num_appended_keys must be between 0 and the key length ", a.key.sym_size(2), ", got ",
                     a.num_appended_keys);
@@ -171,8 +171,8 @@ void check_layer_parameters(const char* function, const LayerArguments& a) {
   check_size(in_weight, a.in_proj_weight, 1, a.query.sym_size(2), "query's embed_dim");
   const int64_t heads = a.num_heads + 2 * a.num_kv_heads;
   const c10::SymInt rows = a.in_proj_weight.sym_size(0);
-  TORCH_CHECK_VALUE(rows % heads == 0 && rows >= heads, in_weight, " have a multiple of num_heads + 2 num_kv_heads = ",
-                    heads, " rows (size 0), got ", rows);
+  TORCH_CHECK_VALUE(rows % heads == 0 && rows >= heads, in_weight,
+                    " have a multiple of num_heads + 2 num_kv_heads = ", heads, " rows (size 0), got ", rows);
   check_rank(out_weight, a.out_proj_weight, 2, "(embed_dim, num_heads * head_dim)");
   check_same_kind(out_weight, a.out_proj_weight, a.query);
   check_size(out_weight, a.out_proj_weight, 1, rows / heads * a.num_heads, "num_heads * head_dim =");

@@ -1,5 +1,5 @@
-// The operators' contract. Every kernel that computes (CPU, Meta, ATen composition) checks here, on symbolic sizes, before
-// anything else, so that an error has the same words on every road.
+// The operators' contract. Every kernel that computes (CPU, Meta, ATen composition) checks here, on symbolic sizes,
+// before anything else, so that an error has the same words on every road.
 #pragma once
 
 #include "attention.h"

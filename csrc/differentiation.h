@@ -26,8 +26,8 @@ bool must_decompose(const std::array<at::Tensor, kCount>& tensors) {
 template <size_t kCount>
 bool needs_gradient(const std::array<at::Tensor, kCount>& tensors) {
   return at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& t) {
-    return t.defined() && t.requires_grad();
-  });
+           return t.defined() && t.requires_grad();
+         });
 }
 
 // Which of the tensors given to a Function's `apply`, in that order, need their gradient. Absent ones have no edge.

@@ -8,9 +8,7 @@
 namespace mha_ext {
 namespace {
 
-at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like) {
-  return at::empty_symint(sizes, like.options());
-}
+at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like) { return at::empty_symint(sizes, like.options()); }
 
 // (B, H, T, X) lying as (B, T, H, X).
 at::Tensor empty_heads_innermost(const at::Tensor& like, const c10::SymInt& width) {

@@ -28,14 +28,15 @@ struct HeadRows {
   int64_t count;
 };
 
-at::Tensor rows_of(const at::Tensor& packed, const HeadRows& rows, const c10::SymInt& head_dim) {
-  return packed.defined() ? packed.narrow_symint(0, rows.first * head_dim, rows.count * head_dim) : packed;
+// `packed` is in_proj_weight or in_proj_bias.
+at::Tensor rows_of(const LayerArguments& a, const at::Tensor& packed, const HeadRows& rows) {
+  const bool all = rows.count == a.num_heads + 2 * a.num_kv_heads;
+  if (!packed.defined() || all) return packed;
+  return packed.narrow_symint(0, rows.first * head_dim(a), rows.count * head_dim(a));
 }
 
 at::Tensor project(const LayerArguments& a, const at::Tensor& input, const HeadRows& rows) {
-  const at::Tensor weight = rows_of(a.in_proj_weight, rows, head_dim(a));
-  const at::Tensor bias = rows_of(a.in_proj_bias, rows, head_dim(a));
-  return at::linear(input, weight, to_optional(bias));
+  return at::linear(input, rows_of(a, a.in_proj_weight, rows), to_optional(rows_of(a, a.in_proj_bias, rows)));
 }
 
 // One product with the packed weight: an input, the gradient it takes part in, and the rows it is multiplied with.
@@ -68,7 +69,7 @@ at::Tensor combine_heads(const LayerArguments& a, const at::Tensor& heads) {
 }
 
 AttentionArguments attention_arguments(const LayerArguments& a, const LayerState& s) {
-  AttentionArguments arguments{{},          {},       {}, a.attn_mask, a.key_padding_mask, a.dropout_seed,
+  AttentionArguments arguments{{},          {},       {},     a.attn_mask, a.key_padding_mask, a.dropout_seed,
                                a.dropout_p, a.causal, a.scale};
   const int64_t h = a.num_heads, g = a.num_kv_heads;
   if (a.shared_inputs == kSharedAll) {
@@ -92,8 +93,8 @@ LayerState attend(const LayerArguments& a) {
   const std::array<at::Tensor*, 3> buffers{&s.q, &s.k, &s.v};
   const std::vector<Projection> products = projections(a);
   for (size_t i = 0; i < buffers.size(); ++i) {
-    *buffers[i] = i < products.size() ? project(a, *products[i].input, products[i].rows)
-                                      : at::empty({0}, a.query.options());
+    *buffers[i] =
+        i < products.size() ? project(a, *products[i].input, products[i].rows) : at::empty({0}, a.query.options());
   }
   at::Tensor heads;
   std::tie(heads, s.lse) = call_attention(attention_arguments(a, s));
@@ -159,7 +160,7 @@ void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>
   for (size_t i = 0; i < products.size(); ++i) {
     const at::Tensor& input = *products[i].input;
     if (wanted[i]) {
-      const at::Tensor product = at::mm(grads[i], rows_of(a.in_proj_weight, products[i].rows, head_dim(a)));
+      const at::Tensor product = at::mm(grads[i], rows_of(a, a.in_proj_weight, products[i].rows));
       result[i] = product.unflatten_symint(0, {input.sym_size(0), input.sym_size(1)});
     }
     if (wanted[3]) weight_parts.push_back(at::mm(grads[i].t(), flat_rows(input)));
@@ -220,8 +221,8 @@ LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, c
   if (wanted[6]) result[6] = grad_out.sum(0);
   const std::array<bool, 5> needed = attention_mask(a, wanted);
   if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
-    const at::Tensor grad_context = at::mm(grad_out, a.out_proj_weight)
-                                        .unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
+    const at::Tensor grad_context =
+        at::mm(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
     const AttentionGradients g = call_attention_backward(
         attention_arguments(a, c.state),
         {split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});

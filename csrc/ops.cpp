@@ -16,21 +16,21 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 AttentionResult call_attention(const AttentionArguments& a) {
   static const auto op = find<decltype(attention_kernel<nullptr>)>("mha_ext::attention");
-  return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask), to_optional(a.dropout_seed),
-                 a.dropout_p, a.causal, a.scale, a.num_appended_keys);
+  return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys);
 }
 
 AttentionGradients call_attention_backward(const AttentionArguments& a, const AttentionCotangents& c) {
   static const auto op = find<decltype(attention_backward_kernel<nullptr>)>("mha_ext::attention_backward");
   return op.call(to_optional(c.grad_out), to_optional(c.grad_lse), a.query, a.key, a.value, to_optional(a.attn_mask),
-                 to_optional(a.key_padding_mask), to_optional(a.dropout_seed), c.out, c.lse, a.dropout_p, a.causal, a.scale,
-                 a.num_appended_keys, c.output_mask);
+                 to_optional(a.key_padding_mask), to_optional(a.dropout_seed), c.out, c.lse, a.dropout_p, a.causal,
+                 a.scale, a.num_appended_keys, c.output_mask);
 }
 
 at::Tensor call_attention_weights(const AttentionArguments& a, const at::Tensor& lse, bool average) {
   static const auto op = find<decltype(attention_weights_kernel<nullptr>)>("mha_ext::attention_weights");
-  return op.call(a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask), to_optional(a.dropout_seed), lse,
-                 a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
+  return op.call(a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask), to_optional(a.dropout_seed),
+                 lse, a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
 }
 
 WeightsGradients call_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {

@@ -71,14 +71,14 @@ at::ScalarType compute_dtype(const at::Tensor& tensor) {
 }
 
 double scale_of(const AttentionArguments& a) {
-  return a.scale.has_value() ? *a.scale : 1.0 / std::sqrt(static_cast<double>(a.query.sym_size(3).guard_int(__FILE__, __LINE__)));
+  return a.scale.has_value() ? *a.scale
+                             : 1.0 / std::sqrt(static_cast<double>(a.query.sym_size(3).guard_int(__FILE__, __LINE__)));
 }
 
 bool has_readable_values(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
                                           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
-  return !tensor.is_meta() && !tensor.key_set().has_any(kWrapped) &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return !tensor.is_meta() && !tensor.key_set().has_any(kWrapped) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 at::Tensor hidden_pairs(const AttentionArguments& a) {
@@ -163,7 +163,8 @@ at::Tensor dropout_multipliers(const AttentionArguments& a, const HeadRange& hea
   const at::Tensor h = at::arange(a.query.sym_size(1), options) + heads.first;
   const at::Tensor i = at::arange(a.query.sym_size(2), options).unsqueeze(-1);
   const at::Tensor j = at::arange(a.key.sym_size(2), options);
-  const at::Tensor key = splitmix64(splitmix64(a.dropout_seed.reshape({1, 1})).bitwise_xor(b * at::Scalar(heads.total) + h));
+  const at::Tensor key =
+      splitmix64(splitmix64(a.dropout_seed.reshape({1, 1})).bitwise_xor(b * at::Scalar(heads.total) + h));
   const at::Tensor row = splitmix64(key.unsqueeze(-1).unsqueeze(-1) + j);  // (B, H, 1, T_kv)
   at::Tensor x = i.bitwise_xor(low32(row));
   x = low32(x.bitwise_xor(shift_right(x, 16)) * int64_t{0x7feb352d});

@@ -1,5 +1,5 @@
-// What attention does to (query, key) pairs, in ATen operators: visibility, scores, softmax, dropout. Differentiable any
-// number of times, in reverse and in forward mode, and under vmap; sizes may be symbolic. Quadratic in memory.
+// What attention does to (query, key) pairs, in ATen operators: visibility, scores, softmax, dropout. Differentiable
+// any number of times, in reverse and in forward mode, and under vmap; sizes may be symbolic. Quadratic in memory.
 //
 // Pair tensors are (B, H, T_q, T_kv). "Folded" means (B, H_kv, G * T_q, .), G = H / H_kv: the query heads that share a
 // key/value head lie one below the other, so that one batched product serves them all and sums over them.
@@ -36,8 +36,8 @@ struct Operand {
 };
 Operand make_operand(const at::Tensor& tensor, const at::Tensor& hidden);
 
-at::Tensor fold(const at::Tensor& tensor, const c10::SymInt& kv_heads);    // (B, H, T, X) -> (B, H_kv, G * T, X)
-at::Tensor unfold(const at::Tensor& folded, const c10::SymInt& heads);     // and back
+at::Tensor fold(const at::Tensor& tensor, const c10::SymInt& kv_heads);  // (B, H, T, X) -> (B, H_kv, G * T, X)
+at::Tensor unfold(const at::Tensor& folded, const c10::SymInt& heads);   // and back
 
 // rows columns^T for every pair: rows (B, H, T_q, X), columns (B, H_kv, T_kv, X). What hidden pairs get is undefined.
 at::Tensor pair_product(const Operand& rows, const Operand& columns);

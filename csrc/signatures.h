@@ -11,9 +11,8 @@ AttentionResult attention_kernel(const at::Tensor& query, const at::Tensor& key,
                                  const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
                                  const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
                                  std::optional<double> scale, int64_t num_appended_keys) {
-  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask),
-                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
-                                      causal, scale, num_appended_keys});
+  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys});
 }
 
 template <auto kFunction>
@@ -24,11 +23,9 @@ AttentionGradients attention_backward_kernel(const OptionalTensor& grad_out, con
                                              const at::Tensor& lse, double dropout_p, int64_t causal,
                                              std::optional<double> scale, int64_t num_appended_keys,
                                              std::array<bool, 5> output_mask) {
-  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask),
-                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
-                                      causal, scale, num_appended_keys},
-                   AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse,
-                                       output_mask});
+  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
+                   AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse, output_mask});
 }
 
 template <auto kFunction>
@@ -36,10 +33,10 @@ at::Tensor attention_weights_kernel(const at::Tensor& query, const at::Tensor& k
                                     const OptionalTensor& key_padding_mask, const OptionalTensor& dropout_seed,
                                     const at::Tensor& lse, double dropout_p, int64_t causal,
                                     std::optional<double> scale, int64_t num_appended_keys, bool average) {
-  return kFunction(AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask),
-                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
-                                      causal, scale, num_appended_keys},
-                   lse, average);
+  return kFunction(
+      AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
+      lse, average);
 }
 
 template <auto kFunction>
@@ -50,10 +47,10 @@ WeightsGradients attention_weights_backward_kernel(const at::Tensor& grad_weight
                                                    double dropout_p, int64_t causal, std::optional<double> scale,
                                                    int64_t num_appended_keys, bool average,
                                                    std::array<bool, 4> output_mask) {
-  return kFunction(AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask),
-                                      from_optional(key_padding_mask), from_optional(dropout_seed), dropout_p,
-                                      causal, scale, num_appended_keys},
-                   WeightsCotangents{grad_weights, lse, average, output_mask});
+  return kFunction(
+      AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
+      WeightsCotangents{grad_weights, lse, average, output_mask});
 }
 
 template <auto kFunction>
@@ -66,8 +63,8 @@ LayerResult multi_head_attention_kernel(const at::Tensor& query, const at::Tenso
                                         std::optional<double> scale) {
   return kFunction(LayerArguments{query, key, value, in_proj_weight, from_optional(in_proj_bias), out_proj_weight,
                                   from_optional(out_proj_bias), from_optional(attn_mask),
-                                  from_optional(key_padding_mask), from_optional(dropout_seed), num_heads,
-                                  num_kv_heads, shared_inputs, batch_first, dropout_p, causal, scale});
+                                  from_optional(key_padding_mask), from_optional(dropout_seed), num_heads, num_kv_heads,
+                                  shared_inputs, batch_first, dropout_p, causal, scale});
 }
 
 template <auto kFunction>
@@ -81,8 +78,8 @@ LayerGradients multi_head_attention_backward_kernel(
     std::array<bool, kNumLayerGradients> output_mask) {
   return kFunction(LayerArguments{query, key, value, in_proj_weight, from_optional(in_proj_bias), out_proj_weight,
                                   from_optional(out_proj_bias), from_optional(attn_mask),
-                                  from_optional(key_padding_mask), from_optional(dropout_seed), num_heads,
-                                  num_kv_heads, shared_inputs, batch_first, dropout_p, causal, scale},
+                                  from_optional(key_padding_mask), from_optional(dropout_seed), num_heads, num_kv_heads,
+                                  shared_inputs, batch_first, dropout_p, causal, scale},
                    LayerCotangents{grad_out, LayerState{q, k, v, context, lse}, output_mask});
 }
 
