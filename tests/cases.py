@@ -89,6 +89,17 @@ class Problem:
         return {"dropout_p": c.dropout_p, "causal": c.causal, "scale": c.scale, "num_appended_keys": c.appended}
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for a while; one for what the tests compute themselves, which is too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 # ------------------------------------------------------------------------------------------------------------- layouts
 def _in_order(*order: int) -> Callable[[Tensor], Tensor]:
     def lay(x: Tensor) -> Tensor:
@@ -233,6 +244,7 @@ def _leaf(x: Tensor | None) -> Tensor | None:
     return x.detach().double().contiguous().requires_grad_()
 
 
+@threads(1)
 def exact(problem: Problem) -> Exact:
     """The answer and all gradients in float64 by the reference, which shares no code with the kernels."""
     case, repeats = problem.case, problem.case.H // problem.case.heads_kv
@@ -278,7 +290,8 @@ def check(problem: Problem, truth: Exact | None = None, grads: bool = True) -> N
     """Forward, log-sum-exp and all gradients of one problem against the exact answer, within the derived limits."""
     case = problem.case
     truth = exact(problem) if truth is None else truth
-    limits = attention_limits(truth, case.dtype, case.heads_kv, grads)
+    with threads(1):
+        limits = attention_limits(truth, case.dtype, case.heads_kv, grads)
     if grads:
         out, lse, got = run(problem)
     else:
@@ -298,16 +311,6 @@ def check(problem: Problem, truth: Exact | None = None, grads: bool = True) -> N
             four = grad if name == "attn_mask" else grad[:, None, None]
             limit = bias_limit(truth, limits["scores"], four, case.keys - case.appended, case.dtype).reshape(mask.shape)
         assert_within(grad, want, limit, f"grad of {name}")
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

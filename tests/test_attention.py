@@ -210,21 +210,25 @@ def test_rising_and_falling_scores(dtype: torch.dtype) -> None:
         check(problem)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_half_precision_is_no_worse_than_pytorch(dtype: torch.dtype, causal: bool) -> None:
-    """Root mean square error against float64 of output and all gradients: at most that of PyTorch's default kernels."""
-    problem = build(Case(1, 2, 2, 130, 130, 64, dtype=dtype, causal=int(causal)), seed=3)
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 130, 130, 64), (2, 4, 4, 64, 64, 32), (1, 1, 1, 300, 300, 128)], ids=str)
+def test_error_beside_that_of_pytorch(dtype: torch.dtype, causal: bool, sizes: tuple[int, ...]) -> None:
+    """Root mean square error against float64 of output and all gradients, beside PyTorch's default kernels: at most
+    twice theirs where both are a few roundings, at most theirs in half precision. Sharper than limits that hold
+    elementwise."""
+    problem = build(Case(*sizes, dtype=dtype, causal=int(causal)), seed=3)
     problem.grad_lse = torch.zeros_like(problem.grad_lse)
     truth = exact(problem)
     out, _, grads = run(problem, with_lse_grad=False)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.query, problem.key, problem.value)]
     peer = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     peers = [peer.detach(), *torch.autograd.grad(peer, leaves, problem.grad_out)]
+    share = 1.0 if dtype.itemsize == 2 else 2.0
     for name, ours, theirs in zip(("out", *grads), (out, *grads.values()), peers, strict=True):
         want = truth.out if name == "out" else truth.grads[name]
         errors = [float((x.double() - want).square().mean().sqrt()) for x in (ours, theirs)]
-        assert errors[0] <= errors[1] * 1.01, f"{name}: {errors}"
+        assert errors[0] <= share * errors[1], f"{name}: {errors}"
 
 
 # -------------------------------------------------------------------------------------------------------- threads

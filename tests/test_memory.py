@@ -140,6 +140,7 @@ def test_masks_are_never_merged_or_expanded() -> None:
 def test_nothing_is_kept_when_no_gradient_is_needed_and_nothing_leaks() -> None:
     """Three hundred calls forward and backward leave the resident size where it was."""
     before, after = measured("""
+        torch.set_num_threads(1)
         q = torch.randn(2, 4, 40, 16, requires_grad=True)
         layer = mha_ext.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
         x = torch.randn(2, 40, 16)

@@ -60,14 +60,16 @@ def test_nan_goes_where_the_equations_take_it(
     places: list[tuple[str, int]],
 ) -> None:
     """NaN in up to three places of inputs, incoming gradients and float masks: the results are NaN in the same
-    places."""
+    places. With dropout a gradient may be spared where the pair that would carry the NaN was dropped."""
     problem = build(Case(2, 2, 1, *sizes, 5, 4, torch.float32, mask, padding, causal, appended, dropout_p))
     for name, place in places:
         tensor = getattr(problem, name)
         if tensor is not None and tensor.is_floating_point():
             tensor.flatten()[place % tensor.numel()] = math.nan
     for name, (ours, theirs) in nan_patterns(problem).items():
-        assert torch.equal(ours, theirs), f"{name}: {int(ours.sum())} NaN, the equations give {int(theirs.sum())}"
+        spared = dropout_p > 0 and name not in ("out", "lse")
+        right = not (ours & ~theirs).any() if spared else torch.equal(ours, theirs)
+        assert right, f"{name}: {int(ours.sum())} NaN, the equations give {int(theirs.sum())}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,7 +110,7 @@ def test_nan_behind_masks_passes_no_second_derivative_either() -> None:
         first = torch.autograd.grad(out, leaves, problem.grad_out, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
     for clean, dirty in zip(*results, strict=True):
-        assert_within(dirty, clean, 1e-12 * max(1.0, float(clean.abs().max())))
+        assert_within(dirty, clean, 1e-12 * max(1.0, float(clean.detach().abs().max())))
 
 
 # -------------------------------------------------------------------------------------------------- edges of arithmetic

@@ -151,8 +151,10 @@ def test_module_under_forward_mode_and_double_backward(need_weights: bool) -> No
     step = 1e-6
     same(out, exact_layer(module, (x, x, x)).out)
     assert_within(moved, (call(x + step * tangent) - call(x - step * tangent)) / (2 * step), 1e-8)
-    assert torch.autograd.gradcheck(call, (x.clone().requires_grad_(),), check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(call, (x[:1, :3].clone().requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        call, (x[:1, :3].clone().requires_grad_(),), check_forward_ad=True, check_batched_grad=True
+    )
+    assert torch.autograd.gradgradcheck(call, (x[:1, :2].clone().requires_grad_(),))
 
 
 @pytest.mark.parametrize(
