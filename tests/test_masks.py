@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, Case, Problem, build, check, exact, merged_bias, ops, run
+from cases import DTYPES, Case, Problem, attention_weights, build, check, exact, merged_bias, ops, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_within, attention_limits, roundoff
@@ -281,6 +281,23 @@ def test_a_mask_of_the_smallest_number_is_an_ordinary_number(dtype: torch.dtype)
     size = float(problem.value.abs().max())
     assert_within(out[:, :, 2], mean, 40 * roundoff(torch.float32) * size + 2 * roundoff(dtype) * size)
     assert bool(lse.isfinite().all()) and bool((lse[:, :, 2] < -1e38).all())
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64])
+def test_rows_beside_the_smallest_number_keep_their_weights(mask_dtype: torch.dtype) -> None:
+    """All weights of a row are equal then, 1/40 each; what its own dtype's smallest number becomes in float32 hides
+    nothing, and m + log l, in which log l has no digit left, still gives weights and gradients."""
+    problem = build(Case(1, 2, 2, 6, 41, 8))
+    problem.attn_mask = torch.full((1, 1, 6, 41), torch.finfo(mask_dtype).min, dtype=mask_dtype)
+    problem.attn_mask[..., 40] = -math.inf
+    _, lse, grads = run(problem)
+    tensors = (problem.query, problem.key, *problem.tensors[3:], lse)
+    weights = attention_weights(*tensors, average=True, **problem.options)
+    assert_within(weights[..., :40], torch.full((1, 6, 40), 1 / 40), 4 * roundoff(torch.float32) / 40)
+    assert bool((weights[..., 40] == 0).all())
+    upstream = problem.grad_out.double().sum(2, keepdim=True) / 40
+    size = float(problem.grad_out.abs().sum(2).max()) / 40
+    assert_within(grads["value"][:, :, :40], upstream.expand(1, 2, 40, 8), 16 * roundoff(torch.float32) * size)
 
 
 @pytest.mark.parametrize("low", [-1e4, -2e5, -1e9, -1e30])

@@ -1,6 +1,11 @@
 #include "arguments.h"
 
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/isinf.h>
+#include <ATen/ops/where.h>
+
 #include <cmath>
+#include <limits>
 
 #include "dispatch.h"
 #include "schedule.h"
@@ -54,8 +59,12 @@ MaskView mask_view(const at::Tensor& mask, bool true_hides) {
   return view;
 }
 
+// Only minus infinity hides a pair: a float64 number beyond float32's range becomes the nearest finite float32.
 at::Tensor in_compute_type(const at::Tensor& mask, at::ScalarType type) {
-  return mask.scalar_type() == at::kBool ? mask : mask.to(type);
+  if (mask.scalar_type() == at::kBool) return mask;
+  if (mask.scalar_type() != at::kDouble || type == at::kDouble) return mask.to(type);
+  constexpr double kMax = std::numeric_limits<float>::max();
+  return at::where(at::isinf(mask), mask, at::clamp(mask, -kMax, kMax)).to(type);
 }
 
 void bind_dropout(const AttentionArguments& args, AttentionParams& p) {
