@@ -12,6 +12,7 @@
 
 #include "checks.h"
 #include "composite.h"
+#include "cpu/backward_into.h"
 #include "pairs.h"
 #include "signatures.h"
 
@@ -170,16 +171,49 @@ void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>
   if (wanted[4]) result[4] = side_by_side(bias_parts, 0);
 }
 
-// The gradients of the attention's query, key and value, joined as the projections are.
-std::vector<at::Tensor> joined(const LayerArguments& a, const AttentionGradients& g) {
+// The gradients of the projections' results, one for each product and (rows, its width), and of the masks.
+struct JoinedGradients {
+  std::vector<at::Tensor> projections;
+  at::Tensor attn_mask, key_padding_mask;
+};
+
+// The backward operator's gradients, put side by side as the projections are.
+JoinedGradients joined_copies(const LayerArguments& a, const AttentionArguments& arguments,
+                              const AttentionCotangents& cotangents) {
+  const auto [query, key, value, attn_mask, padding] = call_attention_backward(arguments, cotangents);
   std::vector<at::Tensor> parts;
-  for (const at::Tensor& grad : {std::get<0>(g), std::get<1>(g), std::get<2>(g)}) {
+  for (const at::Tensor& grad : {query, key, value}) {
     parts.push_back(grad.defined() ? flat_rows(combine_heads(a, grad)) : grad);
   }
-  if (!parts[1].defined() && a.shared_inputs != kSeparateInputs) return {parts[0], {}};
-  if (a.shared_inputs == kSharedAll) return {at::cat(parts, 1)};
-  if (a.shared_inputs == kSharedKeyValue) return {parts[0], at::cat({parts[1], parts[2]}, 1)};
-  return parts;
+  if (!key.defined() && a.shared_inputs != kSeparateInputs) {
+    parts = {parts[0], {}};
+  } else if (a.shared_inputs == kSharedAll) {
+    parts = {at::cat(parts, 1)};
+  } else if (a.shared_inputs == kSharedKeyValue) {
+    parts = {parts[0], at::cat({parts[1], parts[2]}, 1)};
+  }
+  return {parts, attn_mask, padding};
+}
+
+// The same, written by the CPU kernels where it belongs.
+JoinedGradients joined_in_place(const LayerArguments& a, const AttentionArguments& arguments,
+                                const AttentionCotangents& cotangents) {
+  const auto& wanted = cotangents.output_mask;
+  if (!wanted[0] || !wanted[1] || !wanted[2]) return joined_copies(a, arguments, cotangents);
+  LayerState buffers;
+  const std::array<at::Tensor*, 3> slots{&buffers.q, &buffers.k, &buffers.v};
+  JoinedGradients joined;
+  for (const Projection& product : projections(a)) {
+    at::Tensor& buffer = *slots[joined.projections.size()];
+    buffer = at::empty({product.input->size(0), product.input->size(1), product.rows.count * arguments.query.size(3)},
+                       arguments.query.options());
+    joined.projections.push_back(flat_rows(buffer));
+  }
+  const AttentionArguments views = attention_arguments(a, buffers);
+  const AttentionGradients grads =
+      cpu::attention_backward_into(arguments, cotangents, {views.query, views.key, views.value});
+  joined.attn_mask = std::get<3>(grads), joined.key_padding_mask = std::get<4>(grads);
+  return joined;
 }
 
 // Which of the attention's five gradients the layer's wanted ones need.
@@ -198,6 +232,28 @@ std::array<bool, kNumLayerGradients> existing_gradients(const LayerArguments& a,
   return wanted;
 }
 
+template <auto kJoined>
+LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c) {
+  check_layer_backward(a, c);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto wanted = existing_gradients(a, c.output_mask);
+  std::array<at::Tensor, kNumLayerGradients> result;
+  const at::Tensor grad_out = flat_rows(c.grad_out);
+  if (wanted[5]) result[5] = at::mm(grad_out.t(), flat_rows(c.state.context));
+  if (wanted[6]) result[6] = grad_out.sum(0);
+  const std::array<bool, 5> needed = attention_mask(a, wanted);
+  if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
+    const at::Tensor grad_context =
+        at::mm(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
+    const JoinedGradients grads = kJoined(
+        a, attention_arguments(a, c.state),
+        AttentionCotangents{split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});
+    projection_gradients(wanted[3] ? without_unused_rows(a) : a, grads.projections, wanted, result);
+    result[7] = grads.attn_mask, result[8] = grads.key_padding_mask;
+  }
+  return std::tuple_cat(result);
+}
+
 }  // namespace
 
 LayerResult multi_head_attention_composed(const LayerArguments& a) {
@@ -212,24 +268,7 @@ LayerResult multi_head_attention_differentiable(const LayerArguments& a) {
 }
 
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, const LayerCotangents& c) {
-  check_layer_backward(a, c);
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto wanted = existing_gradients(a, c.output_mask);
-  std::array<at::Tensor, kNumLayerGradients> result;
-  const at::Tensor grad_out = flat_rows(c.grad_out);
-  if (wanted[5]) result[5] = at::mm(grad_out.t(), flat_rows(c.state.context));
-  if (wanted[6]) result[6] = grad_out.sum(0);
-  const std::array<bool, 5> needed = attention_mask(a, wanted);
-  if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
-    const at::Tensor grad_context =
-        at::mm(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
-    const AttentionGradients g = call_attention_backward(
-        attention_arguments(a, c.state),
-        {split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});
-    projection_gradients(wanted[3] ? without_unused_rows(a) : a, joined(a, g), wanted, result);
-    result[7] = std::get<3>(g), result[8] = std::get<4>(g);
-  }
-  return std::tuple_cat(result);
+  return layer_backward<joined_copies>(a, c);
 }
 
 LayerGradients multi_head_attention_backward_from_inputs(const LayerArguments& a, const LayerCotangents& c) {
@@ -243,6 +282,11 @@ TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_composed>));
   m.impl("multi_head_attention_backward",
          TORCH_FN(multi_head_attention_backward_kernel<multi_head_attention_backward_composed>));
+}
+
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  m.impl("multi_head_attention_backward",
+         TORCH_FN(multi_head_attention_backward_kernel<layer_backward<joined_in_place>>));
 }
 
 }  // namespace mha_ext

@@ -7,10 +7,9 @@
 #include "backward.h"
 
 namespace mha_ext::cpu {
-namespace {
 
-AttentionGradients attention_backward(const AttentionArguments& args, const AttentionCotangents& cotangents) {
-  check_attention_backward(args, cotangents);
+AttentionGradients attention_backward_into(const AttentionArguments& args, const AttentionCotangents& cotangents,
+                                           const GradientTargets& targets) {
   const BoundArguments bound = bind(args);
   const at::Tensor lse = cotangents.lse.contiguous();
   at::Tensor grad_lse;
@@ -25,8 +24,14 @@ AttentionGradients attention_backward(const AttentionArguments& args, const Atte
     grad_lse = cotangents.grad_lse.to(lse.scalar_type()).contiguous();
     b.grad_lse = grad_lse.const_data_ptr();
   }
+  return run_backward(b, args, bound, cotangents.output_mask, targets);
+}
 
-  return run_backward(b, args, bound, cotangents.output_mask);
+namespace {
+
+AttentionGradients attention_backward(const AttentionArguments& args, const AttentionCotangents& cotangents) {
+  check_attention_backward(args, cotangents);
+  return attention_backward_into(args, cotangents, {});
 }
 
 }  // namespace

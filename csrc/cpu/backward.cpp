@@ -17,9 +17,9 @@ double multiply_adds(const AttentionParams& p, int64_t queries, int64_t keys) {
   return static_cast<double>(queries) * static_cast<double>(keys) * static_cast<double>(p.head_dim + p.value_dim) * 2.5;
 }
 
-// (B, H, T, D)-shaped, lying as (B, T, H, D).
-at::Tensor empty_gradient_like(bool wanted, const at::Tensor& t) {
-  if (!wanted) return {};
+// The target if there is one, else (B, H, T, D)-shaped, lying as (B, T, H, D).
+at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& target) {
+  if (!wanted || target.defined()) return target;
   return at::empty({t.size(0), t.size(2), t.size(1), t.size(3)}, t.options()).transpose(1, 2);
 }
 
@@ -92,10 +92,10 @@ at::Tensor gradient_of(const BackwardParams& b, const at::Tensor& bound, const a
 }  // namespace
 
 AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
-                                const std::array<bool, 5>& wanted) {
-  const at::Tensor grad_query = empty_gradient_like(wanted[0], args.query);
-  const at::Tensor grad_key = empty_gradient_like(wanted[1], args.key);
-  const at::Tensor grad_value = empty_gradient_like(wanted[2], args.value);
+                                const std::array<bool, 5>& wanted, const GradientTargets& targets) {
+  const at::Tensor grad_query = gradient_for(wanted[0], args.query, targets.query);
+  const at::Tensor grad_key = gradient_for(wanted[1], args.key, targets.key);
+  const at::Tensor grad_value = gradient_for(wanted[2], args.value, targets.value);
   if (wanted[0]) b.grad_query = mutable_view_of(grad_query);
   if (wanted[1]) b.grad_key = mutable_view_of(grad_key);
   if (wanted[2]) b.grad_value = mutable_view_of(grad_value);

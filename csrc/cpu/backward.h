@@ -2,11 +2,13 @@
 #pragma once
 
 #include "arguments.h"
+#include "backward_into.h"
 
 namespace mha_ext::cpu {
 
-// Gradients of query, key, value and the two masks, as wanted, from `b` with its cotangents and log-sum-exp set.
+// Gradients of query, key, value and the two masks, as wanted, from `b` with its cotangents and log-sum-exp set. The
+// first three go to `targets`, of any strides; where one is undefined it is allocated.
 AttentionGradients run_backward(kernels::BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
-                                const std::array<bool, 5>& wanted);
+                                const std::array<bool, 5>& wanted, const GradientTargets& targets = {});
 
 }  // namespace mha_ext::cpu
