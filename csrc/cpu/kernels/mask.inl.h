@@ -30,26 +30,32 @@ struct MaskTile {
   bool hides_pairs = false;
 };
 
+// How many of n entries of a Bool mask hide their pair.
+template <bool kContiguous>
+MHA_EXT_INLINE int64_t count_hidden(const MaskView& m, int64_t offset, int64_t n) {
+  const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
+  int32_t shown = 0;
+  for (int64_t k = 0; k < n; ++k) shown += src[kContiguous ? k : k * m.stride_k] != 0;
+  return m.true_hides ? shown : n - shown;
+}
+
 // Copies n entries of a mask as addends; returns how many of them hide their pair.
-template <typename Scalar>
-int64_t mask_addends(const MaskView& m, int64_t offset, int64_t n, Scalar* dst) {
+template <bool kContiguous, typename Scalar>
+MHA_EXT_INLINE int64_t mask_addends(const MaskView& m, int64_t offset, int64_t n, Scalar* __restrict dst) {
   constexpr Scalar kHidden = -FloatFormat<Scalar>::kInfinity;
-  int64_t hidden = 0;
+  int32_t hidden = 0;
   if (m.kind == MaskKind::Float) {
     const Scalar* src = static_cast<const Scalar*>(m.data) + offset;
     for (int64_t k = 0; k < n; ++k) {
-      dst[k] = src[k * m.stride_k];
+      dst[k] = src[kContiguous ? k : k * m.stride_k];
       hidden += dst[k] == kHidden;
     }
-  } else {
-    const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
-    for (int64_t k = 0; k < n; ++k) {
-      const bool hide = (src[k * m.stride_k] != 0) == m.true_hides;
-      dst[k] = hide ? kHidden : Scalar(0);
-      hidden += hide;
-    }
+    return hidden;
   }
-  return hidden;
+  const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
+  const Scalar if_set = m.true_hides ? kHidden : Scalar(0), if_not = m.true_hides ? Scalar(0) : kHidden;
+  for (int64_t k = 0; k < n; ++k) dst[k] = src[kContiguous ? k : k * m.stride_k] != 0 ? if_set : if_not;
+  return count_hidden<kContiguous>(m, offset, n);
 }
 
 // a + b, except that a hidden pair stays hidden whatever the other addend is.
@@ -58,39 +64,45 @@ MHA_EXT_INLINE typename V::Vec combine_addends(typename V::Vec a, typename V::Ve
   return V::select(b == -V::kInfinity, b, V::select(a == -V::kInfinity, a, a + b));
 }
 
-// Adds one mask to the tile's addends. Returns whether every pair it covers is hidden, when it covers the whole tile.
-template <class V>
-bool add_mask(const MaskView& m, const Tile& t, int64_t masked_keys, MaskTile<typename V::Scalar>& out) {
-  using Scalar = typename V::Scalar;
-  const int64_t base = t.queries.batch * m.stride_b + t.queries.head * m.stride_h + t.queries.begin * m.stride_q +
-                       t.key_begin * m.stride_k;
-  const bool same_for_queries = m.stride_q == 0;
-  const int64_t rows = same_for_queries ? 1 : t.queries.count;
+// The part of a tile that one mask covers, as it lies: `rows` rows (one, where all queries have the same), from
+// `offset`.
+struct MaskRegion {
+  int64_t offset, rows, keys;
+};
+
+// What a Bool mask says of its region without a look at each pair.
+MHA_EXT_INLINE TileKind scan_mask(const MaskView& m, const MaskRegion& r) {
+  if (m.kind == MaskKind::Float) return TileKind::Masked;
   int64_t hidden = 0;
-  for (int64_t q = 0; q < rows; ++q) {
-    hidden += mask_addends(m, base + q * m.stride_q, masked_keys, out.rows + q * kBlockKeys);
+  for (int64_t q = 0; q < r.rows; ++q) {
+    const int64_t offset = r.offset + q * m.stride_q;
+    hidden += m.stride_k == 1 ? count_hidden<true>(m, offset, r.keys) : count_hidden<false>(m, offset, r.keys);
   }
-  out.hides_pairs |= hidden > 0;
-  if (m.kind == MaskKind::Bool && hidden == 0) return false;
-  if (same_for_queries) {
-    for (int64_t k = 0; k < masked_keys; ++k) {
-      for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-        Scalar* addend = out.addend + k * t.lanes + c;
-        V::store(addend, combine_addends<V>(V::load(addend), V::broadcast(out.rows[k])));
-      }
+  return hidden == 0 ? TileKind::Plain : hidden == r.rows * r.keys ? TileKind::Skip : TileKind::Masked;
+}
+
+// Adds one mask to the tile's addends, or puts it in their place while there are none (`first`).
+template <class V>
+void add_mask(const MaskView& m, const Tile& t, const MaskRegion& r, bool first, MaskTile<typename V::Scalar>& out) {
+  using Scalar = typename V::Scalar;
+  for (int64_t q = 0; q < r.rows; ++q) {
+    const int64_t offset = r.offset + q * m.stride_q;
+    Scalar* row = out.rows + q * kBlockKeys;
+    const int64_t hidden =
+        m.stride_k == 1 ? mask_addends<true>(m, offset, r.keys, row) : mask_addends<false>(m, offset, r.keys, row);
+    out.hides_pairs |= hidden > 0;
+  }
+  alignas(64) Scalar turned[kBlockKeys * V::kWidth];
+  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    if (m.stride_q != 0) {
+      transpose<V>(out.rows + c * kBlockKeys, kBlockKeys, V::kWidth, round_up(r.keys, V::kWidth), turned, V::kWidth);
     }
-  } else {
-    alignas(64) Scalar turned[kBlockKeys * V::kWidth];
-    const int64_t padded_keys = round_up(masked_keys, V::kWidth);
-    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-      transpose<V>(out.rows + c * kBlockKeys, kBlockKeys, V::kWidth, padded_keys, turned, V::kWidth);
-      for (int64_t k = 0; k < masked_keys; ++k) {
-        Scalar* addend = out.addend + k * t.lanes + c;
-        V::store(addend, combine_addends<V>(V::load(addend), V::load(turned + k * V::kWidth)));
-      }
+    for (int64_t k = 0; k < r.keys; ++k) {
+      const auto addend = m.stride_q != 0 ? V::load(turned + k * V::kWidth) : V::broadcast(out.rows[k]);
+      Scalar* dst = out.addend + k * t.lanes + c;
+      V::store(dst, first ? addend : combine_addends<V>(V::load(dst), addend));
     }
   }
-  return hidden == rows * masked_keys && masked_keys == t.key_count;
 }
 
 // Hides the pairs with key > query + causal_offset.
@@ -114,19 +126,24 @@ TileKind resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename
   if (p.causal && covers_tile && t.key_begin > last_query + p.causal_offset) return TileKind::Skip;
   const bool causal_cuts = p.causal && t.key_begin + masked_keys - 1 > t.queries.begin + p.causal_offset;
 
-  bool any_mask = causal_cuts;
-  for (const MaskView& m : p.masks) any_mask |= m.kind != MaskKind::None;
-  if (!any_mask) return TileKind::Plain;
-
-  __builtin_memset(out.addend, 0, static_cast<size_t>(t.key_count * t.lanes) * sizeof(*out.addend));
-  bool has_addends = causal_cuts;
+  bool first = true;
   for (const MaskView& m : p.masks) {
     if (m.kind == MaskKind::None) continue;
-    if (add_mask<V>(m, t, masked_keys, out)) return TileKind::Skip;
-    has_addends |= m.kind == MaskKind::Float || out.hides_pairs;
+    const MaskRegion region{t.queries.batch * m.stride_b + t.queries.head * m.stride_h + t.queries.begin * m.stride_q +
+                                t.key_begin * m.stride_k,
+                            m.stride_q == 0 ? 1 : t.queries.count, masked_keys};
+    const TileKind kind = scan_mask(m, region);
+    if (kind == TileKind::Skip && covers_tile) return TileKind::Skip;
+    if (kind == TileKind::Plain) continue;
+    add_mask<V>(m, t, region, first, out);
+    first = false;
   }
+  if (first && !causal_cuts) return TileKind::Plain;
+  const int64_t untouched = first ? 0 : masked_keys;  // appended keys, or all before the causal order is written
+  __builtin_memset(out.addend + untouched * t.lanes, 0,
+                   static_cast<size_t>((t.key_count - untouched) * t.lanes) * sizeof(*out.addend));
   if (causal_cuts) add_causal<V>(p, t, masked_keys, out);
-  return has_addends ? TileKind::Masked : TileKind::Plain;
+  return TileKind::Masked;
 }
 
 // Scores plus addends; a hidden pair becomes minus infinity even where the score is NaN.
