@@ -37,18 +37,21 @@ void check_size(const Argument& argument, const at::Tensor& tensor, int64_t dim,
                     "), got ", tensor.sym_size(dim));
 }
 
+void check_device(const Argument& argument, const at::Tensor& tensor, const at::Tensor& query) {
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), argument, " be on query's device ", query.device(), ", got ",
+                    tensor.device());
+}
+
 void check_same_kind(const Argument& argument, const at::Tensor& tensor, const at::Tensor& query) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), argument, " have query's dtype ", query.scalar_type(),
                    ", got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), argument, " be on query's device ", query.device(), ", got ",
-                    tensor.device());
+  check_device(argument, tensor, query);
 }
 
 void check_mask_kind(const Argument& argument, const at::Tensor& mask, const at::Tensor& query) {
   TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || is_supported_float(mask.scalar_type()), argument,
                    " be bool or floating point, got ", mask.scalar_type());
-  TORCH_CHECK_VALUE(mask.device() == query.device(), argument, " be on query's device ", query.device(), ", got ",
-                    mask.device());
+  check_device(argument, mask, query);
 }
 
 bool broadcasts(const at::Tensor& mask, c10::SymIntArrayRef shape) {
@@ -98,8 +101,7 @@ void check_dropout_seed(const char* function, const at::Tensor& seed, double dro
   const Argument argument{function, "dropout_seed"};
   TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, argument, " be int64, got ", seed.scalar_type());
   TORCH_CHECK_VALUE(seed.sym_numel() == 1, argument, " have one element, got shape ", seed.sym_sizes());
-  TORCH_CHECK_VALUE(seed.device() == query.device(), argument, " be on query's device ", query.device(), ", got ",
-                    seed.device());
+  check_device(argument, seed, query);
 }
 
 void check_key_value(const char* function, const AttentionArguments& a) {
@@ -129,11 +131,17 @@ void check_shape(const Argument& argument, const at::Tensor& tensor, c10::SymInt
   TORCH_CHECK_VALUE(tensor.sym_sizes() == shape, argument, " have shape ", shape, ", got ", tensor.sym_sizes());
 }
 
+// Of lse and its gradient: float64 for float64, float32 for everything else.
+void check_lse_kind(const Argument& argument, const at::Tensor& lse, const at::Tensor& query) {
+  const at::ScalarType dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK_TYPE(lse.scalar_type() == dtype, argument, " be ", dtype, ", got ", lse.scalar_type());
+  check_device(argument, lse, query);
+}
+
 void check_lse(const char* function, const AttentionArguments& a, const at::Tensor& lse) {
   const std::array<c10::SymInt, 3> shape{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2)};
   check_shape({function, "lse"}, lse, shape);
-  const at::ScalarType dtype = a.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  TORCH_CHECK_TYPE(lse.scalar_type() == dtype, function, ": lse must be ", dtype, ", got ", lse.scalar_type());
+  check_lse_kind({function, "lse"}, lse, a.query);
 }
 
 void check_mask_gradient(const Argument& argument, const at::Tensor& mask, bool wanted) {
@@ -169,8 +177,10 @@ void check_layer_parameters(const char* function, const LayerArguments& a) {
   check_rank(in_weight, a.in_proj_weight, 2, "((num_heads + 2 num_kv_heads) * head_dim, embed_dim)");
   check_same_kind(in_weight, a.in_proj_weight, a.query);
   check_size(in_weight, a.in_proj_weight, 1, a.query.sym_size(2), "query's embed_dim");
-  const int64_t heads = a.num_heads + 2 * a.num_kv_heads;
   const c10::SymInt rows = a.in_proj_weight.sym_size(0);
+  TORCH_CHECK_VALUE(rows >= a.num_heads, in_weight, " have at least num_heads = ", a.num_heads, " rows (size 0), got ",
+                    rows);
+  const int64_t heads = a.num_heads + 2 * a.num_kv_heads;
   TORCH_CHECK_VALUE(rows % heads == 0 && rows >= heads, in_weight,
                     " have a multiple of num_heads + 2 num_kv_heads = ", heads, " rows (size 0), got ", rows);
   check_rank(out_weight, a.out_proj_weight, 2, "(embed_dim, num_heads * head_dim)");
@@ -184,6 +194,22 @@ void check_layer_parameters(const char* function, const LayerArguments& a) {
   };
   check_bias("in_proj_bias", a.in_proj_bias, a.in_proj_weight);
   check_bias("out_proj_bias", a.out_proj_bias, a.out_proj_weight);
+}
+
+// What the forward saved: one buffer for each product, the others empty.
+void check_projections(const char* function, const LayerArguments& a, const LayerState& s) {
+  const c10::SymInt head_dim = a.in_proj_weight.sym_size(0) / (a.num_heads + 2 * a.num_kv_heads);
+  const int64_t h = a.num_heads, g = a.num_kv_heads;
+  const auto check_buffer = [&](const char* name, const at::Tensor& buffer, const at::Tensor& input, int64_t heads) {
+    check_same_kind({function, name}, buffer, a.query);
+    if (heads == 0) return check_shape({function, name}, buffer, std::array<c10::SymInt, 1>{0});
+    const std::array<c10::SymInt, 3> shape{input.sym_size(0), input.sym_size(1), heads * head_dim};
+    check_shape({function, name}, buffer, shape);
+  };
+  const bool all = a.shared_inputs == kSharedAll, key_value = a.shared_inputs == kSharedKeyValue;
+  check_buffer("q", s.q, a.query, all ? h + 2 * g : h);
+  check_buffer("k", s.k, a.key, all ? 0 : key_value ? 2 * g : g);
+  check_buffer("v", s.v, a.value, all || key_value ? 0 : g);
 }
 
 }  // namespace
@@ -209,14 +235,14 @@ void check_attention_backward(const AttentionArguments& a, const AttentionCotang
   const std::array<c10::SymInt, 4> shape{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2),
                                          a.value.sym_size(3)};
   check_shape({function, "out"}, c.out, shape);
+  check_same_kind({function, "out"}, c.out, a.query);
   if (c.grad_out.defined()) {
     check_shape({function, "grad_out"}, c.grad_out, shape);
     check_same_kind({function, "grad_out"}, c.grad_out, a.query);
   }
   if (c.grad_lse.defined()) {
     check_shape({function, "grad_lse"}, c.grad_lse, c.lse.sym_sizes());
-    TORCH_CHECK_TYPE(c.grad_lse.scalar_type() == c.lse.scalar_type(), function, ": grad_lse must have lse's dtype ",
-                     c.lse.scalar_type(), ", got ", c.grad_lse.scalar_type());
+    check_lse_kind({function, "grad_lse"}, c.grad_lse, a.query);
   }
   check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[3]);
   check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[4]);
@@ -264,7 +290,10 @@ void check_layer_backward(const LayerArguments& a, const LayerCotangents& c) {
   check_shape({function, "grad_out"}, c.grad_out, out);
   check_same_kind({function, "grad_out"}, c.grad_out, a.query);
   check_shape({function, "context"}, c.state.context, context);
+  check_same_kind({function, "context"}, c.state.context, a.query);
   check_shape({function, "lse"}, c.state.lse, lse);
+  check_lse_kind({function, "lse"}, c.state.lse, a.query);
+  check_projections(function, a, c.state);
   TORCH_CHECK_VALUE(!c.output_mask[4] || a.in_proj_bias.defined(), function,
                     ": in_proj_bias must be given for its gradient to be asked for, got none");
   TORCH_CHECK_VALUE(!c.output_mask[6] || a.out_proj_bias.defined(), function,

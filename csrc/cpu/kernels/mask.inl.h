@@ -58,10 +58,12 @@ MHA_EXT_INLINE int64_t mask_addends(const MaskView& m, int64_t offset, int64_t n
   return count_hidden<kContiguous>(m, offset, n);
 }
 
-// a + b, except that a hidden pair stays hidden whatever the other addend is.
+// a + b, except that a hidden pair stays hidden whatever the other addend is, and that two finite addends hide nothing.
 template <class V>
 MHA_EXT_INLINE typename V::Vec combine_addends(typename V::Vec a, typename V::Vec b) {
-  return V::select(b == -V::kInfinity, b, V::select(a == -V::kInfinity, a, a + b));
+  const typename V::Vec sum = a + b;
+  const typename V::Vec finite = V::select(sum == -V::kInfinity, V::broadcast(V::Format::kLowest), sum);
+  return V::select(b == -V::kInfinity, b, V::select(a == -V::kInfinity, a, finite));
 }
 
 // The part of a tile that one mask covers, as it lies: `rows` rows (one, where all queries have the same), from

@@ -20,7 +20,7 @@ struct FloatFormat<float> {
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
   static constexpr float kRoundToInteger =
       12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-  static constexpr float kInfinity = __builtin_inff();
+  static constexpr float kInfinity = __builtin_inff(), kLowest = -__FLT_MAX__;
 };
 
 template <>
@@ -28,7 +28,7 @@ struct FloatFormat<double> {
   using Int = int64_t;
   static constexpr int kMantissaBits = 52, kExponentBias = 1023;
   static constexpr double kRoundToInteger = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr double kInfinity = __builtin_inf();
+  static constexpr double kInfinity = __builtin_inf(), kLowest = -__DBL_MAX__;
 };
 
 template <typename ScalarType, int kBytes>
