@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from switches import threads
 from tolerances import Exact, assert_within, attention_limits, bias_limit
 from torch import Tensor
 
-import mha_ext
 from mha_ext import reference
 
 ops = torch.ops.mha_ext
@@ -87,17 +86,6 @@ class Problem:
     def options(self) -> dict[str, Any]:
         c = self.case
         return {"dropout_p": c.dropout_p, "causal": c.causal, "scale": c.scale, "num_appended_keys": c.appended}
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for a while; one for what the tests compute themselves, which is too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts
@@ -290,8 +278,7 @@ def check(problem: Problem, truth: Exact | None = None, grads: bool = True) -> N
     """Forward, log-sum-exp and all gradients of one problem against the exact answer, within the derived limits."""
     case = problem.case
     truth = exact(problem) if truth is None else truth
-    with threads(1):
-        limits = attention_limits(truth, case.dtype, case.heads_kv, grads)
+    limits = attention_limits(truth, case.dtype, case.heads_kv, grads)
     if grads:
         out, lse, got = run(problem)
     else:
@@ -311,13 +298,3 @@ def check(problem: Problem, truth: Exact | None = None, grads: bool = True) -> N
             four = grad if name == "attn_mask" else grad[:, None, None]
             limit = bias_limit(truth, limits["scores"], four, case.keys - case.appended, case.dtype).reshape(mask.shape)
         assert_within(grad, want, limit, f"grad of {name}")
-
-
-@contextmanager
-def cpu_capability(name: str) -> Iterator[None]:
-    before = mha_ext.cpu_capability()
-    mha_ext.set_cpu_capability(name)
-    try:
-        yield
-    finally:
-        mha_ext.set_cpu_capability(before)

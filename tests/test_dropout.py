@@ -8,7 +8,8 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, Case, attention_weights, build, check, dropout_hash, ops, run, threads
+from cases import DTYPES, LAYOUTS, Case, attention_weights, build, check, dropout_hash, ops, run
+from switches import threads
 from tolerances import assert_within, roundoff
 from torch import Tensor
 

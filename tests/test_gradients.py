@@ -20,8 +20,8 @@ from cases import (
     merged_bias,
     ops,
     run,
-    threads,
 )
+from switches import threads
 from tolerances import assert_within, attention_limits, growth
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from cases import DTYPES, Case, build, check, cpu_capability, run, threads
+from cases import DTYPES, Case, build, check, run
+from switches import cpu_capability, threads
 
 import mha_ext
 

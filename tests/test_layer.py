@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
-from cases import ops, threads
+from cases import ops
 from layer_cases import (
     EMBED,
     HEADS,
@@ -23,6 +23,7 @@ from layer_cases import (
     pair,
     sequence,
 )
+from switches import threads
 from tolerances import assert_within, double_limit, peer_limit
 from torch import Tensor, nn
 

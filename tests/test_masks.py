@@ -53,11 +53,10 @@ def test_causal_around_tile_edges(dtype: torch.dtype, keys: int, causal: int) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_long_masks(dtype: torch.dtype, shape: str) -> None:
-    for kind, causal, padding in itertools.product(
-        ("bool", "float32", "float16"), (0, 1, 2), ("none", "bool", "float64")
-    ):
-        for sizes in ((130, 200), (257, 64), (64, 257)):
-            check(build(Case(2, 4, 2, *sizes, 24, 32, dtype, f"{kind}:{shape}", padding, causal)))
+    sizes, paddings = ((130, 200), (257, 64), (64, 257)), ("none", "bool", "float64")
+    for i, (kind, causal) in enumerate(itertools.product(("bool", "float32", "float16"), (0, 1, 2))):
+        case = Case(2, 4, 2, *sizes[i % 3], 24, 32, dtype, f"{kind}:{shape}", paddings[(i + i // 3) % 3], causal)
+        check(build(case))
 
 
 def test_causal_is_what_a_triangle_of_booleans_says() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from cases import Case, build, kept, merged_bias, ops, threads
+from cases import Case, build, kept, merged_bias, ops
 from layer_cases import MODES, exact_layer, last_hidden, make, mode, sequence
+from switches import threads
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from switches import threads
 from torch import Tensor
 
 LAMBDA = 6.0
@@ -83,6 +84,7 @@ def fold_heads(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(1, (heads, -1)).sum(2) if grad.shape[1] != heads else grad
 
 
+@threads(1)
 def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: bool = True) -> dict[str, Tensor]:
     """Elementwise limits for out, lse and the gradients of query, key, value and the biased scores (see the module's
     text)."""
@@ -124,14 +126,16 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     return limits
 
 
+@threads(1)
 def bias_limit(exact: Exact, e_ds: Tensor, grad: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Limit for ``grad``, a float mask's gradient: the broadcast sum of the first ``columns`` scores' gradients."""
     d_scores = exact.grad_scores()[..., :columns].abs()
     terms = max(1, d_scores.numel() // max(1, grad.numel()))
     total = (e_ds[..., :columns] + growth(terms, dtype) * d_scores).sum_to_size(grad.shape)
-    return total + roundoff(grad.dtype) * grad.double().abs()
+    return total + roundoff(grad.dtype) * grad.double().abs() + smallest(grad.dtype)
 
 
+@threads(1)
 def assert_within(got: Tensor, want: Tensor, limit: Tensor | float, what: str = "result") -> None:
     """Shapes equal, NaN and infinities in the same places, and elsewhere ``|got - want| <= limit``."""
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
