@@ -50,6 +50,8 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Reads a run that `save` wrote."""
         values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: must hold an object, got {type(values).__name__}")
         if values.get("format") != _FORMAT:
             raise ValueError(f"{path}: format must be {_FORMAT}, got {values.get('format')}")
         results = [result_from_json(result) for result in values["results"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -37,6 +38,17 @@ BUDGETS = {
 _PLAIN_WIDTH = 140  # of lines in a pipe or a file
 
 
+def _earlier_run(path: str) -> Run:
+    """The run that `--load` names; whatever is wrong with the file is an error of the command line."""
+    try:
+        return Run.load(Path(path))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} must be a readable file, got {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"{path} must be a run that an earlier benchmark wrote, got {type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description="Measure mha_ext beside what a PyTorch user has today."
@@ -55,13 +67,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="time for the rounds of each case, instead of the preset's")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     parser.add_argument("--markdown", action="store_true", help="also write the tables as Markdown, and print them")
-    parser.add_argument("--load", type=Path, metavar="JSON", help="show an earlier run instead of measuring")
+    parser.add_argument("--load", type=_earlier_run, metavar="JSON", help="show an earlier run instead of measuring")
     parser.add_argument("--list", action="store_true", help="print the names of the selected cases and stop")
     parsed = parser.parse_args(arguments)
     if parsed.threads is not None and parsed.threads < 1:
         parser.error(f"--threads must be at least 1, got {parsed.threads}")
-    if parsed.seconds is not None and not parsed.seconds > 0:
-        parser.error(f"--seconds must be positive, got {parsed.seconds}")
+    if parsed.seconds is not None and not 0 < parsed.seconds < math.inf:
+        parser.error(f"--seconds must be finite and positive, got {parsed.seconds}")
     return parsed
 
 
@@ -145,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     options = _arguments(arguments)
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PLAIN_WIDTH, highlight=False)
-    if options.load:
-        run = Run.load(options.load)
+    if options.load is not None:
+        run: Run = options.load
         print_run(console, run)
         if options.markdown:
             console.print(markdown(run), markup=False, soft_wrap=True)

@@ -11,7 +11,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["like", "require", "require_array", "require_like_output", "require_rank", "tensor", "tensors"]
+__all__ = [
+    "like",
+    "require",
+    "require_array",
+    "require_cache",
+    "require_like_output",
+    "require_params",
+    "require_rank",
+    "tensor",
+    "tensors",
+]
 
 
 def tensor(where: str, name: str, x: object) -> Tensor:
@@ -54,6 +64,20 @@ def require_array(where: str, name: str, x: object) -> None:
     numpy = sys.modules.get("numpy")
     if not isinstance(x, Tensor) and (numpy is None or not isinstance(x, numpy.ndarray)):
         raise TypeError(f"{where}: {name} must be a tensor or a NumPy array, got {type(x).__name__}")
+
+
+def require_cache(where: str, cache: object, kind: type) -> None:
+    """A cache is what the forward pass of the same function returned."""
+    if not isinstance(cache, kind):
+        origin = f"{where.removesuffix('_backward')}_forward(..., return_cache=True)"
+        raise TypeError(f"{where}: cache must be the {kind.__name__} of {origin}, got {type(cache).__name__}")
+
+
+def require_params(where: str, params: object) -> None:
+    """The parameters of a layer are four."""
+    if not hasattr(params, "__len__"):
+        raise TypeError(f"{where}: params must be (W_Q, W_K, W_V, W_O), got {type(params).__name__}")
+    require(len(params) == 4, f"{where}: params must be (W_Q, W_K, W_V, W_O), got {len(params)} of them")
 
 
 def require_rank(where: str, name: str, shape: tuple[int, ...], rank: int) -> None:

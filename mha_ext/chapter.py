@@ -24,8 +24,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mha_ext import _ops
-from mha_ext.arrays import like, require, require_array, require_like_output, require_rank, tensor, tensors
+from mha_ext import _ops, checks
+from mha_ext.arrays import (
+    like,
+    require,
+    require_array,
+    require_cache,
+    require_like_output,
+    require_params,
+    require_rank,
+    tensor,
+    tensors,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -102,6 +112,7 @@ def split_heads(x: Array, num_heads: int) -> Array:
     require_array("split_heads", "x", x)
     require_rank("split_heads", "x", x.shape, 3)
     batch, length, width = x.shape
+    num_heads = checks.integer("split_heads", "num_heads", num_heads)
     if num_heads < 1:
         raise ValueError(f"split_heads: num_heads must be at least 1, got {num_heads}")
     if width % num_heads:
@@ -171,6 +182,7 @@ def attention_backward(grad_O: Array, cache: AttentionCache, *, return_grad_mask
         TypeError: ``grad_O`` is neither a tensor nor a NumPy array, or has not the output's dtype.
     """
     where = "attention_backward"
+    require_cache(where, cache, AttentionCache)
     (grad,) = tensors(where, grad_O=grad_O)
     require_like_output(where, "grad_O", grad, (*cache.shapes[0][:-1], cache.out.size(-1)), cache.out)
     with torch.no_grad():
@@ -212,8 +224,8 @@ def multi_head_attention_forward(
         torch.Size([1, 3, 4])
     """
     where = "multi_head_attention_forward"
-    if len(params) != 4:
-        raise ValueError(f"{where}: params must be (W_Q, W_K, W_V, W_O), got {len(params)} of them")
+    require_params(where, params)
+    num_heads = checks.integer(where, "num_heads", num_heads)
     names = ("Xq", "Xk", "Xv", "W_Q", "W_K", "W_V", "W_O")
     xq, xk, xv, w_q, w_k, w_v, w_o = tensors(where, **dict(zip(names, (Xq, Xk, Xv, *params), strict=True)))
     num_kv_heads = _check_layer(where, (xq, xk, xv), (w_q, w_k, w_v, w_o), num_heads)
@@ -249,6 +261,7 @@ def multi_head_attention_backward(
         TypeError: ``grad_output`` is neither a tensor nor a NumPy array, or has not the output's dtype.
     """
     where = "multi_head_attention_backward"
+    require_cache(where, cache, MultiHeadAttentionCache)
     (grad,) = tensors(where, grad_output=grad_output)
     w_o, out = cache.params[3], cache.attention.out
     require_like_output(where, "grad_output", grad, (*cache.inputs[0].shape[:2], w_o.size(1)), out)

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LayerSizes", "dropout_probability", "head_dim", "layer_sizes", "same_kind", "unsupported"]
+__all__ = [
+    "LayerSizes",
+    "dense",
+    "dropout_probability",
+    "head_dim",
+    "integer",
+    "layer_sizes",
+    "number",
+    "one_of",
+    "parameters",
+    "same_kind",
+    "size",
+    "tensor",
+    "tensors",
+    "unsupported",
+]
+
+_NUMBERS = (Real, torch.SymFloat, torch.SymInt)
 
 
 class LayerSizes(NamedTuple):
@@ -17,6 +37,125 @@ class LayerSizes(NamedTuple):
     num_queries: int
     num_keys: int
     batched: bool
+
+
+def tensor(where: str, name: str, given: object) -> None:
+    """An argument is a tensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{where}: {name} must be a tensor, got {type(given).__name__}")
+
+
+def tensors(where: str, query: object, key: object, value: object) -> None:
+    """Query, key and value are tensors.
+
+    Raises:
+        TypeError: one is not.
+    """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            tensor(where, name, given)
+
+
+def dense(where: str, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Query, key and value are neither nested nor sparse.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+    previous = None
+    for name, given in zip(("query", "key", "value"), inputs, strict=True):
+        if given is previous:
+            continue
+        previous = given
+        if given.is_nested or given.layout is not torch.strided:
+            kind = "a nested tensor" if given.is_nested else f"layout {given.layout}"
+            raise NotImplementedError(
+                f"{where}: {name} must be a dense tensor (others are not implemented), got {kind}"
+            )
+
+
+def one_of(where: str, name: str, given: object, choices: tuple[str, ...]) -> None:
+    """A string is one of the choices.
+
+    Raises:
+        TypeError: it is not a string.
+        ValueError: it is another one.
+    """
+    if not isinstance(given, str):
+        raise TypeError(f"{where}: {name} must be a str, one of {choices}, got {type(given).__name__}")
+    if given not in choices:
+        raise ValueError(f"{where}: {name} must be one of {choices}, got {given!r}")
+
+
+def number(where: str, name: str, given: object) -> None:
+    """An argument is a real number.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(given, (float, int)) and not isinstance(given, _NUMBERS):
+        raise TypeError(f"{where}: {name} must be a number, got {type(given).__name__}")
+
+
+def integer(where: str, name: str, given: Any) -> int:
+    """The argument as an ``int``, whatever integer type it has; bool is none.
+
+    Raises:
+        TypeError: it is not an integer.
+    """
+    if type(given) is int:
+        return given
+    if not isinstance(given, bool):
+        try:
+            return operator.index(given)
+        except TypeError:
+            pass
+    raise TypeError(f"{where}: {name} must be an int, got {type(given).__name__}")
+
+
+def size(where: str, name: str, given: Any) -> int:
+    """The argument as a positive ``int``.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is not positive.
+    """
+    result = integer(where, name, given)
+    if result <= 0:
+        raise ValueError(f"{where}: {name} must be greater than 0, got {result}")
+    return result
+
+
+def parameters(
+    where: str, expected: Iterable[tuple[str, Tensor | None, tuple[int | str, ...]]], dtype: torch.dtype
+) -> None:
+    """Parameters of a layer, as far as they are given, have their shapes and (unless autocast is on) one dtype.
+
+    Args:
+        where: the function that is being called, for messages.
+        expected: name, parameter and shape of each; a size that may be any is the name for it.
+        dtype: their dtype.
+
+    Raises:
+        TypeError: one is not a tensor, or its dtype differs.
+        ValueError: a shape differs.
+    """
+    for name, given, shape in expected:
+        if given is None:
+            continue
+        tensor(where, name, given)
+        sizes = given.shape
+        if len(sizes) != len(shape) or any(
+            not isinstance(wanted, str) and have != wanted for have, wanted in zip(sizes, shape, strict=True)
+        ):
+            wanted_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+            raise ValueError(f"{where}: {name} must have shape {wanted_shape}, got {tuple(sizes)}")
+        if given.dtype != dtype and not torch.is_autocast_enabled(given.device.type):
+            raise TypeError(f"{where}: {name} must have out_proj_weight's dtype {dtype}, got {given.dtype}")
 
 
 def _require_width(where: str, name: str, tensor: Tensor, width: int, width_name: str) -> None:
@@ -89,8 +228,10 @@ def dropout_probability(where: str, name: str, probability: float) -> None:
     """A dropout probability lies in [0, 1).
 
     Raises:
+        TypeError: it is not a number.
         ValueError: it does not.
     """
+    number(where, name, probability)
     if not 0.0 <= probability < 1.0:
         raise ValueError(f"{where}: {name} must be in [0, 1), got {probability}")
 
@@ -99,20 +240,16 @@ def head_dim(where: str, embed_dim: int, num_heads: int, num_kv_heads: int, give
     """The width of a head: ``given``, or what ``embed_dim`` leaves for each.
 
     Raises:
-        ValueError: a size is not positive, or does not divide what it must.
+        TypeError: ``given`` is not an integer.
+        ValueError: a size does not divide what it must, or ``given`` is not positive.
     """
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if size <= 0:
-            raise ValueError(f"{where}: {name} must be greater than 0, got {size}")
     if num_heads % num_kv_heads:
         raise ValueError(f"{where}: num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
     if given is None:
         if embed_dim % num_heads:
             raise ValueError(f"{where}: embed_dim {embed_dim} is not divisible by num_heads {num_heads}")
         return embed_dim // num_heads
-    if given <= 0:
-        raise ValueError(f"{where}: head_dim must be greater than 0, got {given}")
-    return given
+    return size(where, "head_dim", given)
 
 
 def unsupported(where: str, **options: object) -> None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_ext import checks
+
 __all__ = ["LayerTrace", "TraceStep", "kv_cache_bytes", "parameter_count", "self_attention_flops", "shape_trace"]
 
 
-def _check_sizes(function: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{function}: {name} must be an int, got {type(size).__name__}")
+def _sizes(function: str, **sizes: int) -> list[int]:
+    """The sizes as ``int``, so that products of NumPy's integers do not overflow."""
+    result = []
+    for name, given in sizes.items():
+        size = checks.integer(function, name, given)
         if size < 0:
             raise ValueError(f"{function}: {name} must not be negative, got {size}")
+        result.append(size)
+    return result
 
 
 def _key_value_width(function: str, model_width: int, num_heads: int | None, num_kv_heads: int | None) -> int:
@@ -26,8 +31,8 @@ def _key_value_width(function: str, model_width: int, num_heads: int | None, num
             raise ValueError(f"{function}: num_heads must be given with num_kv_heads, got None")
         return model_width
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    num_heads, num_kv_heads = _sizes(function, num_heads=num_heads, num_kv_heads=num_kv_heads)
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        _check_sizes(function, **{name: heads})
         if heads == 0:
             raise ValueError(f"{function}: {name} must be at least 1, got 0")
     if model_width % num_heads:
@@ -60,7 +65,7 @@ def parameter_count(
         >>> parameter_count(512, num_heads=8, num_kv_heads=1)
         589824
     """
-    _check_sizes("parameter_count", model_width=model_width)
+    (model_width,) = _sizes("parameter_count", model_width=model_width)
     kv_width = _key_value_width("parameter_count", model_width, num_heads, num_kv_heads)
     weights = 2 * model_width * model_width + 2 * model_width * kv_width
     return weights + (2 * model_width + 2 * kv_width if bias else 0)
@@ -99,7 +104,7 @@ def self_attention_flops(
         >>> self_attention_flops(1, 1024, 512)
         2147483648
     """
-    _check_sizes("self_attention_flops", batch=batch, length=length, model_width=model_width)
+    batch, length, model_width = _sizes("self_attention_flops", batch=batch, length=length, model_width=model_width)
     kv_width = _key_value_width("self_attention_flops", model_width, num_heads, num_kv_heads)
     projections = batch * length * (2 * model_width + 2 * kv_width) * (model_width + (1 if bias else 0))
     return projections + 2 * batch * length * length * model_width
@@ -123,7 +128,7 @@ def kv_cache_bytes(batch: int, length: int, num_kv_heads: int, head_dim: int, *,
         >>> kv_cache_bytes(1, 4096, 32, 128, element_size=2) // kv_cache_bytes(1, 4096, 8, 128, element_size=2)
         4
     """
-    _check_sizes(
+    batch, length, num_kv_heads, head_dim, element_size = _sizes(
         "kv_cache_bytes",
         batch=batch,
         length=length,
@@ -245,10 +250,12 @@ def shape_trace(
         True
     """
     keys = length if key_length is None else key_length
-    _check_sizes("shape_trace", batch=batch, length=length, model_width=model_width, key_length=keys)
+    batch, length, model_width, keys, num_heads = _sizes(
+        "shape_trace", batch=batch, length=length, model_width=model_width, key_length=keys, num_heads=num_heads
+    )
     kv_width = _key_value_width("shape_trace", model_width, num_heads, num_kv_heads)
     head_dim = model_width // num_heads
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    kv_heads = num_heads if num_kv_heads is None else checks.integer("shape_trace", "num_kv_heads", num_kv_heads)
     inputs = model_width + (1 if bias else 0)
     plus = " + b" if bias else ""
     products = batch * num_heads * length * keys * head_dim

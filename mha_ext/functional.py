@@ -13,6 +13,7 @@ from mha_ext.unused_rows import without_unused_rows
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 
 _ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
+_ALIGNMENT_NAMES = tuple(_ALIGNMENTS)
 _WEIGHTS = ("per_head", "mean", "column_sum")
 WeightsKind = Literal["per_head", "mean", "column_sum"]
 
@@ -109,8 +110,8 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: shapes do not fit, or an option is out of range.
-        TypeError: a dtype does not fit.
-        NotImplementedError: an option that is not implemented is set.
+        TypeError: a dtype does not fit, or an argument is of the wrong type.
+        NotImplementedError: an option that is not implemented is set, or an input is nested or sparse.
 
     Differs from PyTorch: a query with every key masked gives 0 and an lse of -inf, not NaN; what is stored behind a
     mask (NaN, infinity) reaches nothing; ``is_causal`` may be combined with masks; a floating mask need not have
@@ -127,8 +128,9 @@ def scaled_dot_product_attention(
     where = "scaled_dot_product_attention"
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         checks.unsupported(where, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink)
-    if causal_alignment not in _ALIGNMENTS:
-        raise ValueError(f"{where}: causal_alignment must be one of {tuple(_ALIGNMENTS)}, got {causal_alignment!r}")
+    checks.tensors(where, query, key, value)
+    checks.dense(where, (query, key, value))
+    checks.one_of(where, "causal_alignment", causal_alignment, _ALIGNMENT_NAMES)
     if return_weights is not None and return_weights not in _WEIGHTS:
         raise ValueError(f"{where}: return_weights must be None or one of {_WEIGHTS}, got {return_weights!r}")
     query, key, value, layout = axes.align(where, (query, key, value), enable_gqa)
@@ -143,6 +145,8 @@ def scaled_dot_product_attention(
     if key_padding_mask is not None:
         key_padding_mask = masks.broadcast_padding(where, key_padding_mask, layout.batch, num_keys)
     checks.dropout_probability(where, "dropout_p", dropout_p)
+    if scale is not None:
+        checks.number(where, "scale", scale)
     seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
     out, lse = _ops.attention(
         query, key, value, attn_mask, key_padding_mask, seed, dropout_p=dropout_p, causal=causal, scale=scale
@@ -244,7 +248,7 @@ def multi_head_attention_forward(
 
     Raises:
         ValueError: shapes do not fit, or an option is out of range.
-        TypeError: a dtype does not fit.
+        TypeError: a dtype does not fit, or an argument is of the wrong type.
 
     Differs from PyTorch as ``mha_ext.MultiheadAttention`` does: a query with every key masked gives the output bias,
     ``is_causal`` needs no mask and is never just a hint, appended keys stay visible under it.
@@ -260,9 +264,16 @@ def multi_head_attention_forward(
     """
     where = "multi_head_attention_forward"
     inputs = (query, key, value)
+    checks.tensors(where, *inputs)
+    checks.dropout_probability(where, "dropout_p", dropout_p)
     packed = None if use_separate_proj_weight else _given(where, in_proj_weight=in_proj_weight)[0]
     if packed is None:
         weights = _given(where, q_proj_weight=q_proj_weight, k_proj_weight=k_proj_weight, v_proj_weight=v_proj_weight)
+    else:
+        weights = (packed,)
+    out_proj = (_given(where, out_proj_weight=out_proj_weight)[0], out_proj_bias)
+    _check_parameters(where, embed_dim_to_check, weights, (in_proj_bias, bias_k, bias_v), out_proj)
+    if packed is None:
         widths = (embed_dim_to_check, weights[1].shape[1], weights[2].shape[1])
     else:
         widths = (embed_dim_to_check,) * 3
@@ -281,7 +292,7 @@ def multi_head_attention_forward(
         key_padding_mask,
         dropout_p if training else 0.0,
         None,
-        int(is_causal),
+        1 if is_causal else 0,
         need_weights,
         average_attn_weights,
     )
@@ -318,6 +329,33 @@ def _given(where: str, **tensors: Tensor | None) -> tuple[Tensor, ...]:
         missing = ", ".join(name for name, tensor in tensors.items() if tensor is None)
         raise ValueError(f"{where}: {missing} must be a tensor, got None")
     return given
+
+
+def _check_parameters(
+    where: str,
+    embed_dim: int,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    out_proj: tuple[Tensor, Tensor | None],
+) -> None:
+    """Input weights (one that is packed, or three), in_proj_bias, bias_k, bias_v and the output's fit embed_dim."""
+    weight, bias = out_proj
+    checks.tensor(where, "out_proj_weight", weight)
+    expected: list[tuple[str, Tensor | None, tuple[int | str, ...]]]
+    if len(weights) == 1:
+        expected = [("in_proj_weight", weights[0], (3 * embed_dim, embed_dim))]
+    else:
+        inner: tuple[int | str, ...] = (embed_dim, "kdim", "vdim")
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        expected = [(name, w, (embed_dim, size)) for name, w, size in zip(names, weights, inner, strict=True)]
+    expected += [
+        ("in_proj_bias", biases[0], (3 * embed_dim,)),
+        ("bias_k", biases[1], (1, 1, embed_dim)),
+        ("bias_v", biases[2], (1, 1, embed_dim)),
+        ("out_proj_weight", weight, ("E_out", embed_dim)),
+        ("out_proj_bias", bias, weight.shape[:1]),
+    ]
+    checks.parameters(where, expected, weight.dtype)
 
 
 def _check_appended(

@@ -11,10 +11,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from mha_ext import checks
+
 __all__ = ["broadcast_mask", "broadcast_padding", "layer_mask", "layer_padding"]
 
 
 def _require_dtype(where: str, name: str, mask: Tensor) -> None:
+    checks.tensor(where, name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{where}: {name} must be bool or floating point, got {mask.dtype}")
 

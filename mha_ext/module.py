@@ -47,6 +47,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         rope: not implemented.
 
     Raises:
+        TypeError: a size is not an integer, or ``dropout`` is not a number.
         ValueError: sizes are not positive or do not divide, or ``dropout`` is out of range.
         NotImplementedError: an option that is not implemented is set.
 
@@ -90,11 +91,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)  # not the original's: it would create parameters of other shapes
         checks.unsupported(_WHERE, window=window, softcap=softcap, sink=sink, qk_norm=qk_norm, rope=rope)
         checks.dropout_probability(_WHERE, "dropout", dropout)
-        self.embed_dim = embed_dim
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.embed_dim = embed_dim = checks.size(_WHERE, "embed_dim", embed_dim)
+        self.kdim = embed_dim if kdim is None else checks.size(_WHERE, "kdim", kdim)
+        self.vdim = embed_dim if vdim is None else checks.size(_WHERE, "vdim", vdim)
+        self.num_heads = num_heads = checks.size(_WHERE, "num_heads", num_heads)
+        self.num_kv_heads = num_heads if num_kv_heads is None else checks.size(_WHERE, "num_kv_heads", num_kv_heads)
         self.head_dim = checks.head_dim(_WHERE, embed_dim, num_heads, self.num_kv_heads, head_dim)
         self.dropout = dropout
         self.batch_first = batch_first
@@ -205,15 +206,17 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             ValueError: shapes or devices do not fit.
-            TypeError: a dtype does not fit.
+            TypeError: a dtype does not fit, or an argument is not a tensor.
             NotImplementedError: ``kv_cache`` is set.
         """
+        checks.tensors(_WHERE, query, key, value)
         if kv_cache is not None:
             checks.unsupported(_WHERE, kv_cache=kv_cache)
         inputs = (query, key, value)
         dropout_p = self.dropout if self.training else 0.0
+        causal = 1 if is_causal else 0
         options = layer.Options(
-            attn_mask, key_padding_mask, dropout_p, None, int(is_causal), need_weights, average_attn_weights
+            attn_mask, key_padding_mask, dropout_p, None, causal, need_weights, average_attn_weights
         )
         if query.is_nested or key.is_nested or value.is_nested:
             return self._attend_nested(inputs, options)

@@ -72,6 +72,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(parsed, name)
         if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
+    if not -(2**63) <= parsed.seed < 2**64:  # what torch.manual_seed takes
+        parser.error(f"--seed must be from -2**63 to 2**64 - 1, got {parsed.seed}")
     return parsed
 
 
