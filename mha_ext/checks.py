@@ -66,11 +66,12 @@ def dense(where: str, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     Raises:
         NotImplementedError: one is.
     """
-    previous = None
+    query, key, value = inputs
+    if not (query.is_nested or key.is_nested or value.is_nested):
+        strided = torch.strided
+        if query.layout is strided and key.layout is strided and value.layout is strided:
+            return
     for name, given in zip(("query", "key", "value"), inputs, strict=True):
-        if given is previous:
-            continue
-        previous = given
         if given.is_nested or given.layout is not torch.strided:
             kind = "a nested tensor" if given.is_nested else f"layout {given.layout}"
             raise NotImplementedError(
@@ -92,12 +93,14 @@ def one_of(where: str, name: str, given: object, choices: tuple[str, ...]) -> No
 
 
 def number(where: str, name: str, given: object) -> None:
-    """An argument is a real number.
+    """An argument is a real number, or a tensor without axes, which PyTorch takes for one.
 
     Raises:
         TypeError: it is not.
     """
-    if not isinstance(given, (float, int)) and not isinstance(given, _NUMBERS):
+    if isinstance(given, (float, int)) or isinstance(given, _NUMBERS):
+        return
+    if not isinstance(given, Tensor) or given.dim() != 0:
         raise TypeError(f"{where}: {name} must be a number, got {type(given).__name__}")
 
 

@@ -139,6 +139,7 @@ def test_integers_and_numbers_of_numpy_are_accepted() -> None:
     attention(*GOOD)
     sdpa(*HEADS, scale=np.float32(0.5), dropout_p=np.float64(0.5))()
     sdpa(*HEADS, scale=1, dropout_p=0)()
+    sdpa(*HEADS, scale=torch.tensor(0.5))()
 
 
 # --------------------------------------------------------------------------------------------------------- the chapter
