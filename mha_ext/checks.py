@@ -27,7 +27,7 @@ __all__ = [
     "unsupported",
 ]
 
-_NUMBERS = (Real, torch.SymFloat, torch.SymInt)
+_NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt)  # the likely ones first
 
 
 class LayerSizes(NamedTuple):
@@ -98,7 +98,7 @@ def number(where: str, name: str, given: object) -> None:
     Raises:
         TypeError: it is not.
     """
-    if isinstance(given, (float, int)) or isinstance(given, _NUMBERS):
+    if isinstance(given, _NUMBERS):
         return
     if not isinstance(given, Tensor) or given.dim() != 0:
         raise TypeError(f"{where}: {name} must be a number, got {type(given).__name__}")
