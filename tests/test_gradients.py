@@ -76,6 +76,32 @@ def test_gradients_in_half_precision(case: Case, dtype: torch.dtype) -> None:
     check(build(Case(**{**case.__dict__, "dtype": dtype})))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [1024, 1090, 2111])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": 2, "dropout_p": 0.2},
+        {"mask": "float32:1HT1", "padding": "float32", "appended": 2},
+        {"mask": "bool:11TS", "padding": "bool", "causal": 2},
+        {"mask": "float64:11TS", "B": 1, "H_kv": 2},
+    ],
+    ids=str,
+)
+def test_many_keys(dtype: torch.dtype, keys: int, options: dict[str, object]) -> None:
+    """Enough keys that the work on one head may be cut along them, for any number of threads the same bits."""
+    case = Case(**{**Case(1, 2, 1, 21, keys, 8, 5, dtype).__dict__, **options})
+    problem = build(case)
+    check(problem)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            out, lse, grads = run(problem)
+        results.append([out, lse, *grads.values()])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_layouts(layout: str, dtype: torch.dtype) -> None:

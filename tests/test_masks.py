@@ -49,6 +49,13 @@ def test_causal_around_tile_edges(dtype: torch.dtype, keys: int, causal: int) ->
         check(build(Case(1, 1, 1, queries, keys, 8, dtype=dtype, causal=causal)), grads=dtype != torch.float64)
 
 
+@pytest.mark.parametrize("appended", [1, 2, 3])
+@pytest.mark.parametrize("keys", [63, 64, 65, 66, 67, 127, 128, 129, 130])
+def test_appended_keys_around_tile_edges(appended: int, keys: int) -> None:
+    for causal, mask in ((0, "none"), (1, "none"), (2, "float32:11TS"), (1, "bool:BHTS")):
+        check(build(Case(1, 2, 2, 20, keys, 8, 8, mask=mask, padding="bool", causal=causal, appended=appended)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
