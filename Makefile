@@ -63,6 +63,7 @@ $(BUILT): $(INSTALLED) setup.py $(shell find csrc)
 	@echo "Building mha_ext._C (a few minutes the first time; log in build/build.log)"
 	@mkdir -p build && rm -f build/built-torch-*
 	@$(PY) setup.py --quiet build_ext --inplace > build/build.log 2>&1 || { tail -n 60 build/build.log; exit 1; }
+	@echo "$(CURDIR)" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mha_ext_checkout.pth"
 	@touch $@
 
 clean:

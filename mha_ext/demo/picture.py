@@ -43,7 +43,12 @@ def save_picture(path: Path, learners: Sequence[Learner]) -> None:
     losses.set(title="Training loss", xlabel="step", ylabel="nats per character")
     differences.set(title="Difference of the losses", xlabel="step", ylabel="absolute")
     median = max(learner.step_seconds for learner in learners)
-    times.set(title="Time of a training step", xlabel="step", ylabel="ms", ylim=(0, _TIME_AXIS * median * 1e3))
+    times.set(
+        title="Time of a training step (outliers cut off)",
+        xlabel="step",
+        ylabel="ms",
+        ylim=(0, _TIME_AXIS * median * 1e3),
+    )
     losses.legend(frameon=False)
     times.legend(frameon=False)
     for axes in (losses, differences, times):
