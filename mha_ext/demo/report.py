@@ -68,8 +68,8 @@ def print_costs(console: Console, learners: Sequence[Learner], peaks: Mapping[st
     console.print(table)
     console.print(
         "Whole step: embedding, attention, perceptron, loss, backward, optimizer. Last column: torch's over mha_ext's; "
-        "for time the median over pairs of steps taken in turn, which a busy machine moves least. Memory: growth of the "
-        "largest resident set during a step, each in its own process.",
+        "for time the median over pairs of steps taken in turn, which a busy machine moves least. Memory: growth of "
+        "the largest resident set during a step, each in its own process.",
         style="dim",
     )
     console.print()
