@@ -26,10 +26,15 @@ __all__ = [
 ]
 
 
-def _load_failure(error: ImportError) -> ImportError:
-    """The reason why the extension did not load, with what it was built for, what is running, and what to do."""
+def _built_for() -> str | None:
+    """The torch version that the extension was compiled against, or None where no record says."""
     record = Path(__file__).with_name("_build_info.json")
-    built_for = json.loads(record.read_text())["torch"] if record.exists() else None
+    version: str | None = json.loads(record.read_text())["torch"] if record.exists() else None
+    return version
+
+
+def _load_failure(built_for: str | None, error: ImportError | None = None) -> ImportError:
+    """The reason why the extension does not load, with what it was built for, what is running, and what to do."""
     running = torch.__version__
     if built_for is None:
         what = f"the compiled extension mha_ext._C is missing (running torch {running})"
@@ -38,14 +43,23 @@ def _load_failure(error: ImportError) -> ImportError:
     else:
         what = f"the compiled extension mha_ext._C, built for torch {built_for}, does not load with torch {running}"
     remedy = "rebuild it: make build in a checkout, or pip install --no-build-isolation --force-reinstall --no-deps ."
+    if error is None:
+        return ImportError(f"{what}; {remedy}")
     return ImportError(f"{what}; {remedy} ({error})", name=error.name, path=error.path)
 
 
-try:
-    import mha_ext._C  # noqa: F401  (registers the operators)
-except ImportError as error:
-    raise _load_failure(error) from error
+def _load() -> None:
+    """Load the extension, unless it was built for another release of torch: it might load all the same, and crash."""
+    built_for = _built_for()
+    if built_for is not None and built_for.split("+")[0] != torch.__version__.split("+")[0]:
+        raise _load_failure(built_for)
+    try:
+        import mha_ext._C  # noqa: F401  (registers the operators)
+    except ImportError as error:
+        raise _load_failure(built_for, error) from error
 
+
+_load()
 operators = torch.ops.mha_ext
 _attention = operators.attention.default
 _attention_backward = operators.attention_backward.default

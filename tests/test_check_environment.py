@@ -1,16 +1,19 @@
-"""What a person reads whose machine cannot build the project."""
+"""What a person reads whose machine cannot build the project, or whose build is for another torch."""
 
 from __future__ import annotations
 
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "check_environment.py"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tools" / "check_environment.py"
 
 
 @pytest.fixture
@@ -56,3 +59,13 @@ def test_one_line_and_no_stack_trace() -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("mha_ext cannot be built here: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_an_extension_for_another_torch_is_refused_before_it_loads(tmp_path: Path) -> None:
+    """It might load all the same, and crash later."""
+    package = shutil.copytree(ROOT / "mha_ext", tmp_path / "mha_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "_build_info.json").write_text('{"torch": "2.0.1"}')
+    command = [sys.executable, "-c", "import mha_ext"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert f"was built for torch 2.0.1, but torch {torch.__version__} is running; rebuild it" in result.stderr
