@@ -141,6 +141,37 @@ def test_tiny_and_large_values_pass_through(dtype: torch.dtype, size: float) -> 
     check(problem)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("low", ["min", "twice min", -1e30])
+def test_rows_far_below_zero_attend_to_all_alike_also_backward(dtype: torch.dtype, low: str | float) -> None:
+    """Beside a huge negative mask (or two, whose sum is no number any more) scores vanish: every weight is 1/S, hidden
+    none.
+
+    P = 1/S, dV = P^T dO, dS = P (dO.V - delta), dQ = scale dS K, whatever digits the log-sum-exp has lost.
+    """
+    problem = build(Case(1, 2, 2, 20, 70, 8, dtype=dtype))
+    problem.grad_lse = torch.zeros_like(problem.grad_lse)
+    size = torch.finfo(dtype).min if isinstance(low, str) else low
+    problem.attn_mask = torch.full((1, 1, 20, 70), size, dtype=dtype)
+    if low == "twice min":
+        problem.key_padding_mask = torch.full((1, 70), size, dtype=dtype)
+    out, lse, grads = run(problem)
+    key, value, grad_out = problem.key.double(), problem.value.double(), problem.grad_out.double()
+    mean = value.mean(2, keepdim=True).expand_as(value[:, :, :20])
+    d_weights = grad_out @ value.mT
+    d_scores = (d_weights - (grad_out * mean).sum(-1, keepdim=True)) / 70
+    want = {
+        "query": d_scores @ key / 8**0.5,
+        "key": d_scores.mT @ problem.query.double() / 8**0.5,
+        "value": (grad_out / 70).sum(2, keepdim=True).expand_as(value),
+    }
+    share = 200 * roundoff(torch.float64 if dtype == torch.float64 else torch.float32) + 8 * roundoff(dtype)
+    assert_within(out, mean, share * float(value.abs().max()), "out")
+    assert bool(lse.isfinite().all())
+    for name, grad in want.items():
+        assert_within(grads[name], grad, share * float(grad.abs().max()), name)
+
+
 def test_scores_of_all_sizes_in_one_row() -> None:
     """Scores from -1e30 to 1e4: only the largest counts; the rest underflows to zero without NaN."""
     scores = torch.tensor([-1e30, -1e10, -1e4, -100.0, 0.0, 100.0, 1e4, 9990.0])
