@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import EMBED, HEADS, MODES, causal_mask, last_hidden, mode, pair, sequence
+from layer_cases import EMBED, HEADS, MODES, causal_mask, last_hidden, make, mode, pair, sequence
 from tolerances import assert_within, double_limit, growth
 from torch import nn
 
@@ -64,6 +64,29 @@ def test_a_finished_encoder_with_our_module_put_in(nested: bool, name: str) -> N
         got = encoder(x, src_key_padding_mask=hidden)
     real = ~hidden
     assert_within(got[real], want[real], double_limit(want, 100))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("name", MODES)
+def test_nested_inputs(layout: torch.layout, need_weights: bool, name: str) -> None:
+    """Sequences of different lengths in one nested tensor: each comes out as it does alone, causal or not."""
+    module = make()
+    parts = [sequence(1, n, seed=n)[0] for n in (6, 1, 4)]
+    memory = [sequence(1, n, seed=n + 10)[0] for n in (3, 7, 2)]
+    nested, other = (torch.nested.nested_tensor(x, layout=layout) for x in (parts, memory))
+    with mode(module, name):
+        for inputs, lists in (((nested,) * 3, (parts,) * 3), ((nested, other, other), (parts, memory, memory))):
+            for causal in (False, True):
+                out, weights = module(*inputs, need_weights=need_weights, is_causal=causal)
+                assert out.is_nested and out.layout == layout and (weights is not None) == need_weights
+                for i, got in enumerate(out.unbind()):
+                    want, want_weights = module(*[x[i] for x in lists], need_weights=True, is_causal=causal)
+                    assert_within(got, want, double_limit(want, 100))
+                    if need_weights:
+                        rows, columns = want_weights.shape
+                        assert_within(weights[i, :rows, :columns], want_weights, 1e-13)
+                        assert not weights[i, rows:].any() and not weights[i, :, columns:].any()
 
 
 def test_decoder_layer_and_whole_transformer() -> None:

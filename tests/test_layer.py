@@ -187,21 +187,41 @@ def test_masks_in_every_mode(kind: str, options: dict[str, Any]) -> None:
             assert_within(grad, truth.grads[name], loose * double_limit(truth.grads[name], 100), name)
 
 
+UNSEEN: dict[str, dict[str, Any]] = {
+    "padding": {"key_padding_mask": torch.arange(7).expand(2, 7) >= 5},
+    "float padding": {"key_padding_mask": torch.zeros(2, 7).masked_fill(torch.arange(7) >= 5, -math.inf)},
+    "mask": {"attn_mask": (torch.arange(7) >= 5).expand(4, 7)},
+    "float mask": {"attn_mask": torch.zeros(4, 7).masked_fill(torch.arange(7) >= 5, -math.inf)},
+    "causal": {"is_causal": True},
+    "both": {"attn_mask": (torch.arange(7) == 5).expand(4, 7), "key_padding_mask": torch.arange(7).expand(2, 7) >= 6},
+    "empty rows": {"attn_mask": (torch.arange(4)[:, None] == 1) | (torch.arange(7) >= 5)},
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+@pytest.mark.parametrize(
+    "options", [{}, {"add_bias_kv": True}, {"kdim": 8, "vdim": 6}, {"bias": False}, {"num_kv_heads": 1}], ids=str
+)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_padded_inputs_may_hold_anything(need_weights: bool, bad: float) -> None:
-    """Cross-attention over a memory whose padding is NaN: output and every gradient are those of a memory padded with
-    zeros."""
-    module, query, memory = make(), sequence(3, 5), sequence(3, 7, seed=2)
-    hidden = last_hidden(3, 7)
+def test_unseen_inputs_may_hold_anything(kind: str, options: dict[str, Any], need_weights: bool, bad: float) -> None:
+    """Cross-attention over a memory that holds NaN where nobody looks, and queries that are NaN where they see nothing:
+    output and every gradient are those of zeros in these places."""
+    module, masks = make(**options), UNSEEN[kind]
+    query, key, value = sequence(2, 4), sequence(2, 7, module.kdim, 2), sequence(2, 7, module.vdim, 3)
+    unseen_keys = torch.arange(7) >= (4 if kind == "causal" else 5)
+    blind = (torch.arange(4) == 1) & (kind == "empty rows") & ("add_bias_kv" not in options)
     results = []
     for filling in (0.0, bad):
-        key = memory.masked_fill(hidden[..., None], filling)
-        out = module(query, key, key, key_padding_mask=hidden, need_weights=need_weights)[0]
-        grads = gradients(
-            module, (query, key, key), torch.ones_like(query), key_padding_mask=hidden, need_weights=need_weights
+        inputs = (
+            query.masked_fill(blind[:, None], filling),
+            key.masked_fill(unseen_keys[:, None], filling),
+            value.masked_fill(unseen_keys[:, None], filling),
         )
-        results.append({"out": out, **grads})
+        out = module(*inputs, need_weights=need_weights, **masks)[0]
+        results.append(
+            {"out": out, **gradients(module, inputs, torch.ones_like(query), need_weights=need_weights, **masks)}
+        )
     for name, want in results[0].items():
         assert_within(results[1][name], want, double_limit(want, 100), name)
 
