@@ -295,6 +295,8 @@ def test_functional_returns_the_weights() -> None:
     assert_within(
         functional.scaled_dot_product_attention(q, k, v, mask, return_weights="mean")[1], weights.mean(1), 1e-13
     )
+    columns = functional.scaled_dot_product_attention(q, k, v, mask, return_weights="column_sum")[1]
+    assert_within(columns, weights.sum(2), 1e-13)
     out, lse, mean = functional.scaled_dot_product_attention(q, k, v, mask, return_lse=True, return_weights="mean")
     assert lse.shape == (2, 4, 9) and mean.shape == (2, 9, 13) and bool((lse[:, :, 3] == -math.inf).all())
 

@@ -193,6 +193,13 @@ def test_module_drops_in_training_only_and_returns_what_it_used() -> None:
     assert bool((module(x, x, x, average_attn_weights=False)[1] > 0).all())
 
 
+def test_every_call_draws_a_mask_of_its_own() -> None:
+    q = torch.zeros(1, 1, 20, 4)
+    value = torch.eye(20)[None, None]
+    masks = [functional.scaled_dot_product_attention(q, q, value, dropout_p=0.5) != 0 for _ in range(40)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+
+
 def test_eval_draws_nothing_from_the_generator() -> None:
     module = mha_ext.MultiheadAttention(8, 2, dropout=0.5).eval()
     x = torch.randn(3, 1, 8)

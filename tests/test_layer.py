@@ -328,6 +328,34 @@ def test_hooks_on_the_output_projection_and_on_the_module_run(name: str, need_we
         assert torch.equal(module(x, x, x, need_weights=need_weights)[0], want)
 
 
+@pytest.mark.parametrize("kind", ["pre", "post", "backward", "global", "instance"])
+def test_each_way_of_reaching_into_the_output_projection_alone(kind: str) -> None:
+    module, x = make(), sequence(2, 5).requires_grad_()
+    calls: list[str] = []
+
+    def note(*_: Any) -> None:
+        calls.append(kind)
+
+    plain = module.out_proj.forward
+    handle = None
+    if kind == "pre":
+        handle = module.out_proj.register_forward_pre_hook(note)
+    elif kind == "post":
+        handle = module.out_proj.register_forward_hook(note)
+    elif kind == "backward":
+        handle = module.out_proj.register_full_backward_hook(note)
+    elif kind == "global":
+        handle = nn.modules.module.register_module_forward_hook(lambda m, *_: note() if m is module.out_proj else None)
+    else:
+        module.out_proj.forward = lambda y: (note(), plain(y))[1]
+    try:
+        module(x, x, x, need_weights=False)[0].sum().backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert calls == [kind]
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_parametrized_weights_are_used_also_after_a_step(need_weights: bool) -> None:
     module, plain, x = make(), make(), sequence(2, 5)

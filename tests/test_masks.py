@@ -361,6 +361,20 @@ def test_functional_takes_causal_bias_objects() -> None:
         assert_within(functional.scaled_dot_product_attention(q, k, v, make(5, 7)), want, 1e-13)
 
 
+@pytest.mark.parametrize("sizes", [(5, 7), (7, 5), (6, 6)], ids=str)
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+def test_functional_causal_bias_and_the_flag_both_apply(sizes: tuple[int, int], alignment: str) -> None:
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (sizes[0], sizes[1], sizes[1]))
+    offsets = {"upper_left": 0, "lower_right": sizes[1] - sizes[0]}
+    for make, of_bias in ((causal_upper_left, "upper_left"), (causal_lower_right, "lower_right")):
+        visible = torch.ones(sizes, dtype=torch.bool).tril(min(offsets[alignment], offsets[of_bias]))
+        want = functional.scaled_dot_product_attention(q, k, v, visible)
+        options = {"is_causal": True, "causal_alignment": alignment}
+        assert_within(functional.scaled_dot_product_attention(q, k, v, make(*sizes), **options), want, 1e-13)
+
+
 def test_functional_causality_and_a_mask_both_apply() -> None:
     q = torch.randn(2, 3, 6, 8, dtype=torch.float64)
     mask = torch.rand(6, 6) > 0.4
