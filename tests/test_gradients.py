@@ -266,6 +266,31 @@ def test_weights_in_other_dtypes_sum_to_one_and_match(dtype: torch.dtype) -> Non
         assert_within(sums, torch.ones_like(sums), 70 * limit)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"causal": 1}, {"mask": "float32:1HTS", "padding": "bool"}, {"dropout_p": 0.3}], ids=str
+)
+def test_gradients_of_the_weights_in_every_dtype(dtype: torch.dtype, average: bool, options: dict[str, object]) -> None:
+    """The weights are the output for values that are the identity: the same limits hold."""
+    problem = build(Case(**{**Case(1, 2, 1, 70, 130, 16, 130, dtype).__dict__, **options}))
+    problem.value = torch.eye(130, dtype=dtype).expand(1, 1, 130, 130)
+    problem.grad_lse = torch.zeros_like(problem.grad_lse)
+    if average:
+        problem.grad_out = (problem.grad_out[:, :1] / 2).expand_as(problem.grad_out)
+    truth = exact(problem)
+    limits = attention_limits(truth, dtype, 1)
+    lse = ops.attention(*problem.tensors, **problem.options)[1]
+    query, key = (x.detach().requires_grad_() for x in (problem.query, problem.key))
+    rest = (problem.attn_mask, problem.key_padding_mask, problem.dropout_seed, lse)
+    weights = attention_weights(query, key, *rest, **problem.options, average=average)
+    want, limit = truth.out, limits["out"]
+    assert_within(weights, want.mean(1) if average else want, limit.amax(1) if average else limit)
+    sent = problem.grad_out[:, 0] * 2 if average else problem.grad_out
+    for name, grad in zip(("query", "key"), torch.autograd.grad(weights, (query, key), sent), strict=True):
+        assert_within(grad, truth.grads[name], limits[name], name)
+
+
 # ------------------------------------------------------------------------------------------- numerical differentiation
 def doubles(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()

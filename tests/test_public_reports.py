@@ -243,6 +243,36 @@ def test_learned_masks(shape: tuple[int, ...], need_weights: bool, frozen: bool)
         assert_within(grad, truth.grads[name], double_limit(truth.grads[name], 100), name)
 
 
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_any_subset_of_gradients(shared: int, need_weights: bool, batch_first: bool) -> None:
+    """Every input alone, every pair of inputs, and every single parameter: what is asked for is what the full pass
+    gives."""
+    module = make(batch_first=batch_first)
+    inputs = [sequence(3, 3), sequence(3, 3, seed=2), sequence(3, 3, seed=3)][: 3 - shared]
+    inputs += [inputs[-1]] * shared
+    mask = torch.randn(3, HEADS, 3, 3, dtype=torch.float64)
+    masks = {"attn_mask": mask, "is_causal": True, "need_weights": need_weights}
+    grad_out = torch.randn(3, 3, EMBED, dtype=torch.float64)
+    full = gradients(module, tuple(inputs), grad_out, **masks)
+    names = ("query", "key", "value")[: 3 - shared]
+    subsets = [(n,) for n in full] + [tuple(n for n in names if n != left) for left in names if len(names) > 1]
+    for wanted in subsets:
+        module.requires_grad_(False)
+        leaves = {n: x.clone().requires_grad_(n in wanted) for n, x in zip(names, inputs, strict=False)}
+        given = [*leaves.values()]
+        given += [given[-1]] * shared
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in wanted)
+        used = mask.clone().requires_grad_("attn_mask" in wanted)
+        out = module(*given, **{**masks, "attn_mask": used})[0]
+        sources = {**leaves, "attn_mask": used, **dict(module.named_parameters())}
+        got = torch.autograd.grad(out, [sources[n] for n in wanted], grad_out)
+        for name, grad in zip(wanted, got, strict=True):
+            assert_within(grad, full[name], double_limit(full[name], 100), f"{name} of {wanted}")
+
+
 def test_gradient_penalty_is_the_same_with_and_without_weights() -> None:
     results = []
     for need_weights in (True, False):
