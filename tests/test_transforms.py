@@ -180,6 +180,54 @@ def test_gradcheck_of_every_parameter(options: dict[str, Any], need_weights: boo
     assert torch.autograd.gradcheck(call, (*inputs, mask, *leaves))
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("kind", ["transform", "second"])
+def test_unseen_inputs_may_hold_anything_on_every_road(need_weights: bool, kind: str) -> None:
+    """NaN in the padding of a memory: gradients by torch.func.grad, and second derivatives, are those of zeros there."""
+    module, query, memory, hidden = make(), sequence(2, 3), sequence(2, 5, seed=2), last_hidden(2, 5)
+    parameters = {n: p.detach() for n, p in module.named_parameters()}
+    results = []
+    for filling in (0.0, float("nan")):
+        key = memory.masked_fill(hidden[..., None], filling)
+        options = {"key_padding_mask": hidden, "need_weights": need_weights}
+        inputs = (query, key, key)
+        if kind == "transform":
+            got = grad(lambda p, x, o: functional_call(module, p, x, o)[0].square().sum())(parameters, inputs, options)
+            results.append(list(got.values()))
+        else:
+            leaf = query.clone().requires_grad_()
+            (first,) = torch.autograd.grad(module(leaf, key, key, **options)[0].square().sum(), leaf, create_graph=True)
+            wanted = [leaf, module.in_proj_weight, module.in_proj_bias, module.out_proj.weight]
+            results.append(torch.autograd.grad(first.square().sum(), wanted))
+    same(results[1], results[0])
+
+
+def test_backward_operator_is_differentiable_in_the_incoming_gradients_alone() -> None:
+    """It is linear in them: its derivative along a direction is its value there."""
+    problem = build(Case(1, 2, 1, 4, 6, 3, dtype=torch.float64, causal=1))
+    out, lse = ops.attention(*problem.tensors, causal=1)
+    sent = [problem.grad_out.clone().requires_grad_(), problem.grad_lse.clone().requires_grad_()]
+
+    def backward(grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...]:
+        wanted = [True, True, True, False, False]
+        return ops.attention_backward(
+            grad_out, grad_lse, *problem.tensors, out, lse, **problem.options, output_mask=wanted
+        )[:3]
+
+    assert torch.autograd.gradcheck(backward, sent)
+
+
+def test_log_sum_exp_alone_has_second_derivatives_and_none_for_values() -> None:
+    query, key, value = (torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    lse = ops.attention(query, key, value)[1]
+    got = torch.autograd.grad(lse.square().sum(), (query, key, value), create_graph=True, allow_unused=True)
+    want = torch.autograd.grad((query @ key.mT / 3**0.5).logsumexp(-1).square().sum(), (query, key), create_graph=True)
+    same(got[:2], want)
+    assert got[2] is None or not got[2].any()
+    second = torch.autograd.grad(sum(g.square().sum() for g in got[:2]), (query, key))
+    same(second, torch.autograd.grad(sum(g.square().sum() for g in want), (query, key)))
+
+
 # -------------------------------------------------------------------------------------------------------- compilation
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
