@@ -183,7 +183,7 @@ def test_gradcheck_of_every_parameter(options: dict[str, Any], need_weights: boo
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("kind", ["transform", "second"])
 def test_unseen_inputs_may_hold_anything_on_every_road(need_weights: bool, kind: str) -> None:
-    """NaN in the padding of a memory: gradients by torch.func.grad, and second derivatives, are those of zeros there."""
+    """NaN in the padding of a memory: torch.func.grad and second derivatives see zeros there."""
     module, query, memory, hidden = make(), sequence(2, 3), sequence(2, 5, seed=2), last_hidden(2, 5)
     parameters = {n: p.detach() for n, p in module.named_parameters()}
     results = []
