@@ -109,11 +109,8 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
 // dP^T of a tile from the gradient of the weights.
 template <class V>
 void load_weights_gradient(const BackwardParams& b, const Tile& t, BackwardScratch<V>& s) {
-  TensorView columns = b.grad_weights;
-  const int64_t element = columns.type == ElementType::Float64 ? 8 : columns.type == ElementType::Float32 ? 4 : 2;
-  columns.data = static_cast<const char*>(columns.data) + t.key_begin * columns.stride_d * element;
-  read_rows<V>(columns, t.queries, t.lanes, t.key_count, static_cast<typename V::Scalar>(b.weights_factor), s.mask.rows,
-               kBlockKeys);
+  read_rows<V>(skip_columns(b.grad_weights, t.key_begin), t.queries, t.lanes, t.key_count,
+               static_cast<typename V::Scalar>(b.weights_factor), s.mask.rows, kBlockKeys);
   transpose<V>(s.mask.rows, kBlockKeys, t.lanes, kBlockKeys, s.grad_scores, t.lanes);
 }
 

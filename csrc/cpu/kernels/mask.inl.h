@@ -39,23 +39,24 @@ MHA_EXT_INLINE int64_t count_hidden(const MaskView& m, int64_t offset, int64_t n
   return m.true_hides ? shown : n - shown;
 }
 
-// Copies n entries of a mask as addends; returns how many of them hide their pair.
+// Copies n entries of a mask as addends; returns whether any hides its pair. Of a Bool mask only regions that do are
+// copied (scan_mask).
 template <bool kContiguous, typename Scalar>
-MHA_EXT_INLINE int64_t mask_addends(const MaskView& m, int64_t offset, int64_t n, Scalar* __restrict dst) {
+MHA_EXT_INLINE bool mask_addends(const MaskView& m, int64_t offset, int64_t n, Scalar* __restrict dst) {
   constexpr Scalar kHidden = -FloatFormat<Scalar>::kInfinity;
-  int32_t hidden = 0;
-  if (m.kind == MaskKind::Float) {
-    const Scalar* src = static_cast<const Scalar*>(m.data) + offset;
-    for (int64_t k = 0; k < n; ++k) {
-      dst[k] = src[kContiguous ? k : k * m.stride_k];
-      hidden += dst[k] == kHidden;
-    }
-    return hidden;
+  if (m.kind == MaskKind::Bool) {
+    const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
+    const Scalar if_set = m.true_hides ? kHidden : Scalar(0), if_not = m.true_hides ? Scalar(0) : kHidden;
+    for (int64_t k = 0; k < n; ++k) dst[k] = src[kContiguous ? k : k * m.stride_k] != 0 ? if_set : if_not;
+    return true;
   }
-  const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
-  const Scalar if_set = m.true_hides ? kHidden : Scalar(0), if_not = m.true_hides ? Scalar(0) : kHidden;
-  for (int64_t k = 0; k < n; ++k) dst[k] = src[kContiguous ? k : k * m.stride_k] != 0 ? if_set : if_not;
-  return count_hidden<kContiguous>(m, offset, n);
+  const Scalar* src = static_cast<const Scalar*>(m.data) + offset;
+  int32_t hidden = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    dst[k] = src[kContiguous ? k : k * m.stride_k];
+    hidden += dst[k] == kHidden;
+  }
+  return hidden > 0;
 }
 
 // a + b, except that a hidden pair stays hidden whatever the other addend is, and that two finite addends hide nothing.
@@ -90,9 +91,8 @@ void add_mask(const MaskView& m, const Tile& t, const MaskRegion& r, bool first,
   for (int64_t q = 0; q < r.rows; ++q) {
     const int64_t offset = r.offset + q * m.stride_q;
     Scalar* row = out.rows + q * kBlockKeys;
-    const int64_t hidden =
+    out.hides_pairs |=
         m.stride_k == 1 ? mask_addends<true>(m, offset, r.keys, row) : mask_addends<false>(m, offset, r.keys, row);
-    out.hides_pairs |= hidden > 0;
   }
   alignas(64) Scalar turned[kBlockKeys * V::kWidth];
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {

@@ -60,6 +60,15 @@ MHA_EXT_INLINE void narrow(float x, Float16& y) {
   y.bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
+// The view without its first columns.
+template <typename View>
+MHA_EXT_INLINE View skip_columns(View view, int64_t columns) {
+  const int64_t element = view.type == ElementType::Float64 ? 8 : view.type == ElementType::Float32 ? 4 : 2;
+  const uintptr_t skipped = static_cast<uintptr_t>(columns * view.stride_d * element);
+  view.data = reinterpret_cast<decltype(view.data)>(reinterpret_cast<uintptr_t>(view.data) + skipped);
+  return view;
+}
+
 // dst[0 .. ld) = src[0 .. cols) * scale, then zeros.
 template <class V, typename Element>
 MHA_EXT_INLINE void read_row(const Element* src, int64_t stride, int64_t cols, typename V::Scalar scale,

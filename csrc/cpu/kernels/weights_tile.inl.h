@@ -46,10 +46,8 @@ template <class V>
 void write_weights(const WeightsParams& w, const QueryBlock& block, int64_t lanes, WeightsScratch<V>& s) {
   for (int64_t begin = 0; begin < w.attention.num_keys; begin += kBlockKeys) {
     transpose<V>(s.weights + begin * lanes, lanes, kBlockKeys, lanes, s.turned, kBlockKeys);
-    MutableTensorView columns = w.out;
-    const int64_t element = w.out.type == ElementType::Float64 ? 8 : w.out.type == ElementType::Float32 ? 4 : 2;
-    columns.data = static_cast<char*>(w.out.data) + begin * w.out.stride_d * element;
-    write_rows(columns, block, min_of(kBlockKeys, w.attention.num_keys - begin), s.turned, kBlockKeys);
+    write_rows(skip_columns(w.out, begin), block, min_of(kBlockKeys, w.attention.num_keys - begin), s.turned,
+               kBlockKeys);
   }
 }
 
