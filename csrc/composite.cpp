@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "layout.h"
 #include "problem.h"
 #include "signatures.h"
 
@@ -42,7 +43,7 @@ AttentionResult attention_math(const AttentionArguments& a) {
   const at::Tensor weights = pairs::fold(pairs::dropped(p.softmax.probabilities, p), kv_heads);
   const at::Tensor visible = p.value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
   const at::Tensor out = pairs::unfold(pairs::weighted_sum(weights, p.value, visible), a.query.sym_size(1));
-  return {pairs::finish(out, a.query), p.softmax.lse.contiguous()};
+  return {lay_out_like_query(out.to(a.query.scalar_type()), a.query), p.softmax.lse.contiguous()};
 }
 
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "layout.h"
 #include "signatures.h"
 
 namespace mha_ext {
@@ -10,13 +11,11 @@ namespace {
 
 at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like) { return at::empty_symint(sizes, like.options()); }
 
-// (B, H, T, X) lying as (B, T, H, X).
-at::Tensor empty_heads_innermost(const at::Tensor& like, const c10::SymInt& width) {
-  return empty({like.sym_size(0), like.sym_size(2), like.sym_size(1), width}, like).transpose(1, 2);
-}
-
+// Gradients of query, key and value lie as (B, T, H, D).
 at::Tensor gradient_like(bool wanted, const at::Tensor& tensor) {
-  return wanted ? empty_heads_innermost(tensor, tensor.sym_size(3)) : at::Tensor();
+  if (!wanted) return {};
+  return empty({tensor.sym_size(0), tensor.sym_size(2), tensor.sym_size(1), tensor.sym_size(3)}, tensor)
+      .transpose(1, 2);
 }
 
 at::Tensor contiguous_like(bool wanted, const at::Tensor& tensor) {
@@ -30,7 +29,7 @@ at::TensorOptions lse_options(const at::Tensor& query) {
 AttentionResult attention_meta(const AttentionArguments& a) {
   check_attention("attention", a);
   const at::Tensor& q = a.query;
-  return {empty_heads_innermost(q, a.value.sym_size(3)),
+  return {empty_like_query(q, a.value.sym_size(3)),
           at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, lse_options(q))};
 }
 

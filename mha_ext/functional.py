@@ -7,8 +7,7 @@ from typing import Any, Literal, overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_ext import _ops, axes, checks, layer, masks
-from mha_ext.unused_rows import without_unused_rows
+from mha_ext import _ops, axes, checks, layer, masks, unused_rows
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 
@@ -105,8 +104,8 @@ def scaled_dot_product_attention(
             ``(..., T, S)``, ``"column_sum"`` over queries ``(..., H, S)``.
 
     Returns:
-        The output ``(..., H, T, D_v)``, stored so that ``output.transpose(-3, -2)`` is contiguous; with
-        ``return_lse`` or ``return_weights`` a tuple of output, lse and weights as far as asked for.
+        The output ``(..., H, T, D_v)``, its axes stored in the order of query's; with ``return_lse`` or
+        ``return_weights`` a tuple of output, lse and weights as far as asked for.
 
     Raises:
         ValueError: shapes do not fit, or an option is out of range.
@@ -299,23 +298,21 @@ def multi_head_attention_forward(
     options = layer.resolve(where, options, sizes, num_heads, query.device)
     heads = (num_heads, num_heads)
     attention_weights: Tensor | None = None
-    if packed is None or need_weights or add_zero_attn or not (bias_k is static_k is static_v is None):
-        appends = add_zero_attn or bias_k is not None
-        if not any(given is not None for given in static):
-            inputs = without_unused_rows(inputs, options, appends, batch_first=False)
-        if packed is None:
-            biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-            q, k, v = layer.project_separate(inputs, weights, biases, heads, batch_first=False)
-        else:
-            q, k, v = layer.project_packed(inputs, packed, in_proj_bias, heads, batch_first=False)
+    appends = add_zero_attn or bias_k is not None
+    fused = not (packed is None or need_weights or appends or static != (None, None))
+    lost = None
+    if static == (None, None):
+        inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first=False, fused=fused)
+    if packed is not None and fused:
+        parameters = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
+        out = layer.fused(inputs, parameters, options, heads, batch_first=False)
+    else:
+        q, k, v = layer.project(inputs, weights, in_proj_bias, heads, batch_first=False)
         k, v = (x if given is None else _static_heads(where, given, x) for x, given in zip((k, v), static, strict=True))
         k, v, appended = layer.append_keys(k, v, bias_k, bias_v, add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, appended, batch_first=False)
         out = F.linear(context, out_proj_weight, out_proj_bias)
-    else:
-        out = layer.fused(
-            inputs, (packed, in_proj_bias, out_proj_weight, out_proj_bias), options, heads, batch_first=False
-        )
+    out, attention_weights = unused_rows.restore(out, attention_weights, lost, batch_first=False)
     if not sizes.batched:
         out = out.squeeze(1)
         attention_weights = None if attention_weights is None else attention_weights.squeeze(0)

@@ -301,6 +301,14 @@ def test_functional_returns_the_weights() -> None:
     assert lse.shape == (2, 4, 9) and mean.shape == (2, 9, 13) and bool((lse[:, :, 3] == -math.inf).all())
 
 
-def test_functional_output_layout_follows_the_query() -> None:
-    x = torch.randn(2, 9, 4, 8).transpose(1, 2)
-    assert functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).is_contiguous()
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_functional_output_lies_as_the_query_does(order: tuple[int, ...], value_dim: int) -> None:
+    """So that a program may view the output as it may view PyTorch's."""
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, value_dim)
+    inverse = [order.index(axis) for axis in range(4)]
+    q = q.permute(order).contiguous().permute(inverse)
+    out = functional.scaled_dot_product_attention(q, k, v)
+    assert out.permute(order).is_contiguous()
+    if value_dim == 8:
+        assert out.stride() == torch.nn.functional.scaled_dot_product_attention(q, k, v).stride()

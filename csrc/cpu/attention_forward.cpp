@@ -3,22 +3,20 @@
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../layout.h"
 #include "../signatures.h"
 #include "arguments.h"
+#include "forward_into.h"
 #include "parallel.h"
 
 namespace mha_ext::cpu {
-namespace {
 
-AttentionResult attention(const AttentionArguments& args) {
-  check_attention("attention", args);
+at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out) {
   const BoundArguments bound = bind(args);
   const kernels::AttentionParams& p = bound.params;
   const at::ScalarType type = compute_type(args.query);
-  const at::Tensor out =
-      at::empty({p.batch, p.num_queries, p.heads, p.value_dim}, args.query.options()).transpose(1, 2);
   const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
-  if (lse.numel() == 0) return {out, lse};
+  if (lse.numel() == 0) return lse;
 
   const kernels::KernelTable& kernel = kernels_for(type);
   const kernels::ForwardParams forward{p, mutable_view_of(out), lse.mutable_data_ptr()};
@@ -33,7 +31,15 @@ AttentionResult attention(const AttentionArguments& args) {
                    const int64_t count = std::min(p.query_block, p.num_queries - begin);
                    kernel.forward_block(forward, {row / p.heads, row % p.heads, begin, count}, scratch);
                  });
-  return {out, lse};
+  return lse;
+}
+
+namespace {
+
+AttentionResult attention(const AttentionArguments& args) {
+  check_attention("attention", args);
+  const at::Tensor out = empty_like_query(args.query, args.value.size(3));
+  return {out, attention_into(args, out)};
 }
 
 }  // namespace

@@ -1,0 +1,45 @@
+#include "layout.h"
+
+#include <ATen/ops/empty.h>
+
+#include <array>
+
+namespace mha_ext {
+namespace {
+
+using Axes = std::array<int64_t, 4>;
+
+// What cannot be decided while sizes are symbolic counts as false: the strides of one trace serve all its sizes.
+bool lies_outside(const at::Tensor& t, int64_t axis, int64_t other) {
+  return t.sym_stride(axis).sym_gt(t.sym_stride(other)).guard_or_false(__FILE__, __LINE__);
+}
+
+// Axes from the slowest to the fastest. An axis of stride 0 (expanded) says nothing about the order.
+Axes memory_order(const at::Tensor& query) {
+  if (lies_outside(query, 1, 2)) return {0, 1, 2, 3};
+  const bool expanded = query.sym_stride(0).sym_eq(0).guard_or_false(__FILE__, __LINE__);
+  if (!expanded && lies_outside(query, 2, 0)) return {2, 0, 1, 3};
+  return {0, 2, 1, 3};
+}
+
+Axes inverse(const Axes& order) {
+  Axes result{};
+  for (int64_t i = 0; i < 4; ++i) result[order[i]] = i;
+  return result;
+}
+
+}  // namespace
+
+at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width) {
+  const Axes order = memory_order(query);
+  std::array<c10::SymInt, 4> sizes;
+  for (int64_t i = 0; i < 4; ++i) sizes[i] = order[i] == 3 ? width : query.sym_size(order[i]);
+  return at::empty_symint(sizes, query.options()).permute(inverse(order));
+}
+
+at::Tensor lay_out_like_query(const at::Tensor& values, const at::Tensor& query) {
+  const Axes order = memory_order(query);
+  return values.permute(order).contiguous().permute(inverse(order));
+}
+
+}  // namespace mha_ext
