@@ -20,8 +20,7 @@ __all__ = [
     "append_keys",
     "attend",
     "fused",
-    "project_packed",
-    "project_separate",
+    "project",
     "resolve",
     "shared_inputs",
 ]
@@ -89,7 +88,17 @@ def _combine_heads(x: Tensor, batch_first: bool) -> Tensor:
     return (x.transpose(1, 2) if batch_first else x.permute(2, 0, 1, 3).contiguous()).flatten(2)
 
 
-def project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tuple[int, int], batch_first: bool) -> QKV:
+def project(
+    inputs: QKV, weights: tuple[Tensor, ...], bias: Tensor | None, heads: tuple[int, int], batch_first: bool
+) -> QKV:
+    """Query, key and value heads through one weight that is packed, or through three; the bias is packed."""
+    if len(weights) == 1:
+        return _project_packed(inputs, weights[0], bias, heads, batch_first)
+    biases = (None,) * 3 if bias is None else bias.split_with_sizes([weight.shape[0] for weight in weights])
+    return _project_separate(inputs, weights, biases, heads, batch_first)
+
+
+def _project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tuple[int, int], batch_first: bool) -> QKV:
     """Query, key and value heads through one packed weight; inputs that are the same tensor share one product.
 
     Args:
@@ -114,7 +123,7 @@ def project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tupl
     weights = weight.split_with_sizes(rows)
     biases = (None,) * len(rows) if bias is None else bias.split_with_sizes(rows)
     if shared == 0:
-        return project_separate(inputs, weights, biases, heads, batch_first)
+        return _project_separate(inputs, weights, biases, heads, batch_first)
     q = _split_heads(F.linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
     k, v = _split_heads(F.linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(
         counts[1:], 1
@@ -122,7 +131,7 @@ def project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tupl
     return q, k, v
 
 
-def project_separate(
+def _project_separate(
     inputs: QKV,
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor | None, ...],

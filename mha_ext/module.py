@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mha_ext import checks, layer, nested
-from mha_ext.unused_rows import without_unused_rows
+from mha_ext import checks, layer, nested, unused_rows
 
 __all__ = ["MultiheadAttention"]
 
@@ -234,11 +233,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         heads = (self.num_heads, self.num_kv_heads)
         appends = self.bias_k is not None or self.add_zero_attn
         out_proj, weights = self.out_proj, None
-        if packed is None or options.need_weights or appends or not _is_plain(out_proj):
-            out, weights = self._in_pieces(inputs, packed, heads, options)
-        else:
+        fused = not (packed is None or options.need_weights or appends) and _is_plain(out_proj)
+        inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first, fused)
+        if packed is not None and fused:
             parameters = (packed, self.in_proj_bias, out_proj.weight, out_proj.bias)
             out = layer.fused(inputs, parameters, options, heads, batch_first)
+        else:
+            out, weights = self._in_pieces(inputs, packed, heads, options)
+        out, weights = unused_rows.restore(out, weights, lost, batch_first)
         if not sizes.batched:
             out = out.squeeze(0 if batch_first else 1)
             weights = None if weights is None else weights.squeeze(0)
@@ -248,15 +250,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, inputs: layer.QKV, packed: Tensor | None, heads: tuple[int, int], options: layer.Options
     ) -> tuple[Tensor, Tensor | None]:
         """The layer step by step, calling ``out_proj`` as the module that it is."""
-        batch_first, bias = self.batch_first, self.in_proj_bias
-        appends = self.add_zero_attn or self.bias_k is not None
-        inputs = without_unused_rows(inputs, options, appends, batch_first)
-        if packed is None:
-            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            biases = (None,) * 3 if bias is None else bias.split_with_sizes([weight.shape[0] for weight in separate])
-            q, k, v = layer.project_separate(inputs, separate, biases, heads, batch_first)
-        else:
-            q, k, v = layer.project_packed(inputs, packed, bias, heads, batch_first)
+        batch_first = self.batch_first
+        weights_in = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else (packed,)
+        q, k, v = layer.project(inputs, weights_in, self.in_proj_bias, heads, batch_first)
         k, v, appended = layer.append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)
         context, weights = layer.attend(q, k, v, options, appended, batch_first)
         return self.out_proj(context), weights

@@ -187,62 +187,6 @@ def test_masks_in_every_mode(kind: str, options: dict[str, Any]) -> None:
             assert_within(grad, truth.grads[name], loose * double_limit(truth.grads[name], 100), name)
 
 
-UNSEEN: dict[str, dict[str, Any]] = {
-    "padding": {"key_padding_mask": torch.arange(7).expand(2, 7) >= 5},
-    "float padding": {"key_padding_mask": torch.zeros(2, 7).masked_fill(torch.arange(7) >= 5, -math.inf)},
-    "mask": {"attn_mask": (torch.arange(7) >= 5).expand(4, 7)},
-    "float mask": {"attn_mask": torch.zeros(4, 7).masked_fill(torch.arange(7) >= 5, -math.inf)},
-    "causal": {"is_causal": True},
-    "both": {"attn_mask": (torch.arange(7) == 5).expand(4, 7), "key_padding_mask": torch.arange(7).expand(2, 7) >= 6},
-    "empty rows": {"attn_mask": (torch.arange(4)[:, None] == 1) | (torch.arange(7) >= 5)},
-}
-
-
-@pytest.mark.parametrize("kind", UNSEEN)
-@pytest.mark.parametrize(
-    "options", [{}, {"add_bias_kv": True}, {"kdim": 8, "vdim": 6}, {"bias": False}, {"num_kv_heads": 1}], ids=str
-)
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_unseen_inputs_may_hold_anything(kind: str, options: dict[str, Any], need_weights: bool, bad: float) -> None:
-    """Cross-attention over a memory that holds NaN where nobody looks, and queries that are NaN where they see nothing:
-    output and every gradient are those of zeros in these places."""
-    module, masks = make(**options), UNSEEN[kind]
-    query, key, value = sequence(2, 4), sequence(2, 7, module.kdim, 2), sequence(2, 7, module.vdim, 3)
-    unseen_keys = torch.arange(7) >= (4 if kind == "causal" else 5)
-    blind = (torch.arange(4) == 1) & (kind == "empty rows") & ("add_bias_kv" not in options)
-    results = []
-    for filling in (0.0, bad):
-        inputs = (
-            query.masked_fill(blind[:, None], filling),
-            key.masked_fill(unseen_keys[:, None], filling),
-            value.masked_fill(unseen_keys[:, None], filling),
-        )
-        out = module(*inputs, need_weights=need_weights, **masks)[0]
-        results.append(
-            {"out": out, **gradients(module, inputs, torch.ones_like(query), need_weights=need_weights, **masks)}
-        )
-    for name, want in results[0].items():
-        assert_within(results[1][name], want, double_limit(want, 100), name)
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_a_padded_example_does_not_spoil_the_others(need_weights: bool) -> None:
-    """Loss over the other examples only: the parameters' gradients are those of a batch without the padded one."""
-    module, x = make(), sequence(3, 6)
-    hidden = torch.zeros(3, 6, dtype=torch.bool)
-    hidden[1] = True
-    grads = []
-    for rows, padding in ((slice(None), hidden), ([0, 2], None)):
-        y = x[rows]
-        out = module(y, y, y, key_padding_mask=padding, need_weights=need_weights)[0]
-        loss = out.square().sum((1, 2))
-        loss = loss[0] + loss[-1]
-        grads.append(torch.autograd.grad(loss, list(module.parameters())))
-    for got, want in zip(*grads, strict=True):
-        assert_within(got, want, double_limit(want, 100))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("options", [{}, {"kdim": 8, "vdim": 6}, {"add_bias_kv": True}], ids=str)
