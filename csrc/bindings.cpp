@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "provider.h"
 
 namespace {
 
@@ -39,5 +40,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", &mha_ext::cpu::cpu_capability, "Name of the instruction set that the kernels run with.");
   m.def("available_cpu_capabilities", &available_cpu_capabilities, "Names that this processor can run, weakest first.");
   m.def("set_cpu_capability", &set_cpu_capability, py::arg("name"), "Run the kernels with this one.");
+  m.def("install_provider", &mha_ext::install_provider, "Compute PyTorch's own attention on CPU with the kernels.");
+  m.def("uninstall_provider", &mha_ext::uninstall_provider, "Give PyTorch its own attention back.");
   m.def("build_info", &build_info, "What the extension was built for and with.");
 }

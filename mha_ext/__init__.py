@@ -11,6 +11,7 @@ torch.Size([2, 10, 32])
 from mha_ext import _flops as _flops  # registers the operation counts
 from mha_ext import functional, reference
 from mha_ext._C import available_cpu_capabilities, build_info, cpu_capability, set_cpu_capability
+from mha_ext.activation import activate, deactivate
 from mha_ext.chapter import (
     attention_backward,
     attention_forward,
@@ -26,12 +27,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MultiheadAttention",
+    "activate",
     "attention_backward",
     "attention_forward",
     "available_cpu_capabilities",
     "build_info",
     "combine_heads",
     "cpu_capability",
+    "deactivate",
     "functional",
     "multi_head_attention_backward",
     "multi_head_attention_forward",
