@@ -56,7 +56,8 @@ bool inputs_fit(const at::Tensor& query, const at::Tensor& key, const at::Tensor
 bool mask_fits(const at::Tensor& mask, const at::Tensor& query, const at::Tensor& key) {
   if (mask.dim() < 2 || mask.dim() > query.dim() || !is_plain(mask)) return false;
   const auto spans = [](int64_t size, int64_t full) { return size == 1 || size == full; };
-  return (mask.scalar_type() == at::kBool || mask.scalar_type() == query.scalar_type()) &&
+  const at::ScalarType type = mask.scalar_type();  // PyTorch takes these
+  return (type == at::kBool || type == at::kFloat || type == query.scalar_type()) &&
          spans(mask.size(-2), query.size(-2)) && spans(mask.size(-1), key.size(-2));
 }
 

@@ -54,6 +54,22 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
         assert_within(have, exact, peer_limit(other, exact, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_float32_mask_goes_with_every_dtype(dtype: torch.dtype) -> None:
+    mask = noise(1, 4, 9, 13).float().requires_grad_()
+    wanted = PLAIN.to(dtype)._replace(options={"attn_mask": mask})
+    want = truth(wanted)
+    with mha_ext.activate():
+        assert OURS in ran(wanted)
+        out, *grads = wanted.results()
+    assert out.dtype == dtype and grads[3].dtype == torch.float32
+    # bfloat16: one rounding of inputs to the last product and of the output, each 2^-8, on sums of 13 terms
+    assert_within(out, want[0], 2**-7 * 13**0.5 if dtype == torch.bfloat16 else double_limit(want[0], 13 * 8))
+    assert_within(
+        grads[3], want[4], 2**-7 * 13**0.5 if dtype == torch.bfloat16 else 2**-24 * float(want[4].abs().max())
+    )
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context: Callable[[], Any]) -> None:
     want = truth(TAKEN["causal"])[0]
