@@ -114,14 +114,16 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _create_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
         """Create the parameters in the original's order, which is also the order of their random numbers."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        packed = self._is_packed()
-        shapes: dict[str, tuple[int, ...] | None] = {
-            "q_proj_weight": None if packed else (width, self.embed_dim),
-            "k_proj_weight": None if packed else (kv_width, self.kdim),
-            "v_proj_weight": None if packed else (kv_width, self.vdim),
-            "in_proj_weight": (width + 2 * kv_width, self.embed_dim) if packed else None,
-            "in_proj_bias": (width + 2 * kv_width,) if bias else None,
+        rows = width + 2 * kv_width
+        packed = {"in_proj_weight": (rows, self.embed_dim)}
+        separate = {
+            "q_proj_weight": (width, self.embed_dim),
+            "k_proj_weight": (kv_width, self.kdim),
+            "v_proj_weight": (kv_width, self.vdim),
         }
+        used, unused = (packed, separate) if self._is_packed() else (separate, packed)
+        shapes: dict[str, tuple[int, ...] | None] = {**used, **dict.fromkeys(unused)}
+        shapes["in_proj_bias"] = (rows,) if bias else None
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = NonDynamicallyQuantizableLinear(width, self.embed_dim, bias=bias, **factory)
