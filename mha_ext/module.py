@@ -73,6 +73,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]), [1.0, 0.0, 0.0, 0.0, 0.0])
     """
 
+    _num_kv_heads: int | None = None  # of a module of the original that was given this class, too
+
     def __init__(
         self,
         embed_dim: int,
@@ -183,7 +185,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads = state["embed_dim"], state["num_heads"]
         state = {"batch_first": False, "kdim": embed_dim, "vdim": embed_dim, "head_dim": embed_dim // num_heads} | state
         state.setdefault("_qkv_same_embed_dim", state["kdim"] == state["vdim"] == embed_dim)
-        state.setdefault("_num_kv_heads", None)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from cases import generator
+from switches import threads
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 
@@ -164,6 +165,7 @@ def same_states(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
+@threads(1)
 def assert_agree(ours: nn.Module, theirs: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> None:
     """Two layers give the same output, weights and gradients of inputs and parameters, by name, weights asked for or
     not; the first layer's output is contiguous."""
