@@ -161,3 +161,22 @@ def test_assigned_attributes_act_as_in_the_original(change: Callable[[Any], None
     for inputs in ((x, x, x), (x, memory, memory), (x, memory, x)):
         assert_agree(ours, theirs, inputs)
     assert_agree(copy.deepcopy(ours), theirs, (x, x, x))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_heads", 3, "num_heads must divide the projections' width, got 3"),
+        ("bias_k", nn.Parameter(torch.zeros(1, 1, EMBED)), "bias_v must be a tensor because bias_k is one, got None"),
+        ("bias_v", nn.Parameter(torch.zeros(1, 1, EMBED)), "bias_k must be a tensor because bias_v is one, got None"),
+        ("dropout", 1.5, r"dropout must be in \[0, 1\), got 1.5"),
+    ],
+)
+def test_assigned_attributes_that_do_not_fit_are_refused(
+    name: str, value: Any, message: str, need_weights: bool
+) -> None:
+    module, x = make(), sequence(2, 5)
+    setattr(module, name, value)
+    with pytest.raises(ValueError, match=f"^MultiheadAttention: {message}"):
+        module(x, x, x, need_weights=need_weights)
