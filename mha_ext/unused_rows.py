@@ -50,7 +50,7 @@ def without_unused_rows(inputs: QKV, options: Options, appends: bool, batch_firs
 
 def _is_finite(x: Tensor) -> bool:
     """Whether all values are known to be finite; nobody can look while x is traced, batched or without data."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     try:
         return bool(x.detach().sum().isfinite())
