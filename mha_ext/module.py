@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.overrides import has_torch_function
 
 from mha_ext import checks, layer, nested, unused_rows
 
@@ -15,6 +18,10 @@ __all__ = ["MultiheadAttention"]
 
 _WHERE = "MultiheadAttention"
 _PLAIN_LINEAR = (NonDynamicallyQuantizableLinear, nn.Linear)
+
+# What the code of PyTorch's encoder layer and encoder mentions, and code copied from them: it goes on to read the
+# weights and skip `forward`.
+_BYPASS = frozenset({"_transformer_encoder_layer_fwd", "_native_multi_head_attention", "use_nested_tensor"})
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -65,6 +72,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]), [1.0, 0.0, 0.0, 0.0, 0.0])
     """
 
+    _num_kv_heads: int | None = None  # of a module of the original that was given this class, too
+
     def __init__(
         self,
         embed_dim: int,
@@ -99,20 +108,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.dropout = dropout
         self.batch_first = batch_first
         self.add_zero_attn = add_zero_attn
-        self._packed = self.kdim == embed_dim and self.vdim == embed_dim
+        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         self._create_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
         self._reset_parameters()
 
     def _create_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
         """Create the parameters in the original's order, which is also the order of their random numbers."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...] | None] = {
-            "q_proj_weight": None if self._packed else (width, self.embed_dim),
-            "k_proj_weight": None if self._packed else (kv_width, self.kdim),
-            "v_proj_weight": None if self._packed else (kv_width, self.vdim),
-            "in_proj_weight": (width + 2 * kv_width, self.embed_dim) if self._packed else None,
-            "in_proj_bias": (width + 2 * kv_width,) if bias else None,
+        rows = width + 2 * kv_width
+        packed = {"in_proj_weight": (rows, self.embed_dim)}
+        separate = {
+            "q_proj_weight": (width, self.embed_dim),
+            "k_proj_weight": (kv_width, self.kdim),
+            "v_proj_weight": (kv_width, self.vdim),
         }
+        used, unused = (packed, separate) if self._is_packed() else (separate, packed)
+        shapes: dict[str, tuple[int, ...] | None] = {**used, **dict.fromkeys(unused)}
+        shapes["in_proj_bias"] = (rows,) if bias else None
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = NonDynamicallyQuantizableLinear(width, self.embed_dim, bias=bias, **factory)
@@ -124,7 +136,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _reset_parameters(self) -> None:
         """Initialise what this module owns, with the random numbers of the original."""
-        for name in ("in_proj_weight",) if self._packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        for name in ("in_proj_weight",) if self._is_packed() else ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
             nn.init.xavier_uniform_(getattr(self, name))
         if self.in_proj_bias is not None:
             nn.init.constant_(self.in_proj_bias, 0.0)
@@ -138,20 +150,40 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.out_proj.reset_parameters()
         self._reset_parameters()
 
+    def _is_packed(self) -> bool:
+        """Whether one weight projects query, key and value."""
+        packed: bool = self.__dict__["_qkv_same_embed_dim"]
+        return packed
+
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False for readers outside: PyTorch's encoder layer would otherwise read the weights and skip ``forward``."""
-        return False
+        """Whether ``in_proj_weight`` holds three E x E matrices, as in the original.
+
+        False also for PyTorch's encoder, which would otherwise read the weights and skip ``forward``.
+        """
+        standard = self.num_kv_heads == self.num_heads and self.num_heads * self.head_dim == self.embed_dim
+        if not (standard and self._is_packed()) or torch.compiler.is_compiling():
+            return False
+        return _BYPASS.isdisjoint(sys._getframe(1).f_code.co_names)
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
-        """Assigning, as code written for the original may do, has no effect: the sizes say it."""
+        self.__dict__["_qkv_same_embed_dim"] = value
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of key and value heads; where it was not given, that of the query's, also when that changes."""
+        given = self._num_kv_heads
+        return self.num_heads if given is None else given
+
+    @num_kv_heads.setter
+    def num_kv_heads(self, value: int) -> None:
+        self._num_kv_heads = None if value == self.num_heads else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = {"batch_first": False, "kdim": state["embed_dim"], "vdim": state["embed_dim"], **state}
-        state.setdefault("num_kv_heads", state["num_heads"])
-        state["_packed"] = state["kdim"] == state["vdim"] == state["embed_dim"]
-        state.pop("_qkv_same_embed_dim", None)
+        embed_dim, num_heads = state["embed_dim"], state["num_heads"]
+        state = {"batch_first": False, "kdim": embed_dim, "vdim": embed_dim, "head_dim": embed_dim // num_heads} | state
+        state.setdefault("_qkv_same_embed_dim", state["kdim"] == state["vdim"] == embed_dim)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
@@ -208,7 +240,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: a dtype does not fit, or an argument is not a tensor.
             NotImplementedError: ``kv_cache`` is set.
         """
-        checks.tensors(_WHERE, query, key, value)
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
+            wanted = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            return self._symbolic_call((query, key, value), {**masks, **wanted})
         if kv_cache is not None:
             checks.unsupported(_WHERE, kv_cache=kv_cache)
         inputs = (query, key, value)
@@ -221,41 +256,74 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._attend_nested(inputs, options)
         return self._attend(inputs, options)
 
+    def _symbolic_call(self, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
+        """The call as one node of the graph that is being traced, as ``torch.fx`` treats PyTorch's own modules."""
+        tracers: list[Any] = [given.tracer for given in inputs if isinstance(given, Proxy)]
+        if not tracers:
+            checks.tensors(_WHERE, *inputs)
+        return tracers[0].create_proxy("call_module", tracers[0].path_of_module(self), inputs, options)
+
     def _attend(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on dense inputs: as one operator where everything is plain, otherwise in pieces."""
-        batch_first = self.batch_first
-        packed = self.in_proj_weight if self._packed else None
+        batch_first, bias = self.batch_first, self.in_proj_bias
+        weights = self._input_weights()
         sizes = checks.layer_sizes(_WHERE, inputs, (self.embed_dim, self.kdim, self.vdim), batch_first)
-        checks.same_kind(_WHERE, inputs, self.q_proj_weight if packed is None else packed)
+        checks.same_kind(_WHERE, inputs, weights[0])
         options = layer.resolve(_WHERE, options, sizes, self.num_heads, inputs[0].device)
         if not sizes.batched:
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
-        heads = (self.num_heads, self.num_kv_heads)
-        appends = self.bias_k is not None or self.add_zero_attn
-        out_proj, weights = self.out_proj, None
-        fused = not (packed is None or options.need_weights or appends) and _is_plain(out_proj)
+        bias_k, bias_v = self.bias_k, self.bias_v
+        appends = self.add_zero_attn or not (bias_k is bias_v is None)
+        plain = _is_plain(self.out_proj) and not has_torch_function((*weights, bias, self.out_proj.weight))
+        fused = plain and len(weights) == 1 and not (options.need_weights or appends)
         inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first, fused)
-        if packed is not None and fused:
-            parameters = (packed, self.in_proj_bias, out_proj.weight, out_proj.bias)
-            out = layer.fused(inputs, parameters, options, heads, batch_first)
+        attention_weights = None
+        if fused:
+            parameters = (weights[0], bias, self.out_proj.weight, self.out_proj.bias)
+            out = layer.fused(inputs, parameters, options, self._heads(weights), batch_first)
         else:
-            out, weights = self._in_pieces(inputs, packed, heads, options)
-        out, weights = unused_rows.restore(out, weights, lost, batch_first)
+            out, attention_weights = self._in_pieces(inputs, (weights, bias), (bias_k, bias_v), options)
+        out, attention_weights = unused_rows.restore(out, attention_weights, lost, batch_first)
         if not sizes.batched:
             out = out.squeeze(0 if batch_first else 1)
-            weights = None if weights is None else weights.squeeze(0)
-        return out, weights
+            attention_weights = None if attention_weights is None else attention_weights.squeeze(0)
+        return out, attention_weights
+
+    def _input_weights(self) -> tuple[Tensor, ...]:
+        """The packed weight of the input projections, or the three; computed here if parametrized."""
+        if self._is_packed():
+            return (self.in_proj_weight,)
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+
+    def _heads(self, weights: tuple[Tensor, ...]) -> tuple[int, int]:
+        """The numbers of heads, which may have been assigned, checked against the rows of the weights."""
+        num_heads, num_kv_heads = heads = (self.num_heads, self.num_kv_heads)
+        total = num_heads + 2 * num_kv_heads if len(weights) == 1 else num_heads
+        rows = weights[0].shape[0]
+        if rows % total:
+            raise ValueError(
+                f"{_WHERE}: num_heads must divide the projections' width, "
+                f"got {num_heads} (and num_kv_heads {num_kv_heads}) for {rows} rows"
+            )
+        return heads
 
     def _in_pieces(
-        self, inputs: layer.QKV, packed: Tensor | None, heads: tuple[int, int], options: layer.Options
+        self,
+        inputs: layer.QKV,
+        projections: tuple[tuple[Tensor, ...], Tensor | None],
+        appended: tuple[Tensor | None, Tensor | None],
+        options: layer.Options,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer step by step, calling ``out_proj`` as the module that it is."""
-        batch_first = self.batch_first
-        weights_in = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else (packed,)
-        q, k, v = layer.project(inputs, weights_in, self.in_proj_bias, heads, batch_first)
-        k, v, appended = layer.append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)
-        context, weights = layer.attend(q, k, v, options, appended, batch_first)
-        return self.out_proj(context), weights
+        (weights, bias), (bias_k, bias_v), batch_first = projections, appended, self.batch_first
+        heads = self._heads(weights)
+        if (bias_k is None) != (bias_v is None):
+            missing, other = ("bias_v", "bias_k") if bias_v is None else ("bias_k", "bias_v")
+            raise ValueError(f"{_WHERE}: {missing} must be a tensor because {other} is one, got None")
+        q, k, v = layer.project(inputs, weights, bias, heads, batch_first)
+        k, v, count = layer.append_keys(k, v, bias_k, bias_v, self.add_zero_attn)
+        context, attention_weights = layer.attend(q, k, v, options, count, batch_first)
+        return self.out_proj(context), attention_weights
 
     def _attend_nested(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on nested inputs: padded, masked, and the output given back with query's lengths."""

@@ -79,7 +79,7 @@ def restore(
 
 def _is_finite(x: Tensor) -> bool:
     """Whether all values are known to be finite; nobody can look while x is traced, batched or without data."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     try:
         return bool(x.detach().sum().isfinite())

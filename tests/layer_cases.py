@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from cases import generator
+from switches import threads
+from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 
 import mha_ext
@@ -19,6 +21,26 @@ from mha_ext import reference
 
 EMBED, HEADS = 16, 4
 MODES = ("train", "eval", "no_grad")
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"add_bias_kv": True},
+    {"add_zero_attn": True},
+    {"kdim": 8, "vdim": 6},
+    {"bias": False, "add_bias_kv": True, "add_zero_attn": True},
+    {"kdim": 8, "bias": False},
+    {"vdim": 5, "add_bias_kv": True},
+    {"kdim": 8, "vdim": 6, "add_zero_attn": True, "batch_first": False},
+    {"batch_first": False},
+    {"num_heads": 1},
+    {"num_heads": EMBED},
+]
+
+SHARED_HEADS: list[dict[str, Any]] = [
+    {"num_kv_heads": 2},
+    {"num_kv_heads": 1, "head_dim": 6, "add_bias_kv": True},
+    {"num_kv_heads": 2, "kdim": 8, "vdim": 6, "bias": False},
+]
 
 
 def make(kind: type[nn.MultiheadAttention] = mha_ext.MultiheadAttention, seed: int = 0, **options: Any) -> Any:
@@ -51,6 +73,14 @@ def mode(module: nn.Module, name: str) -> Iterator[None]:
     with torch.no_grad() if name == "no_grad" else nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def inputs_for(module: nn.MultiheadAttention, shared: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (2, 5, E), key and value (2, 7, .), in the module's layout; ``shared`` as the operator's argument."""
+    query, key, value = sequence(2, 5), sequence(2, 7, module.kdim, 2), sequence(2, 7, module.vdim, 3)
+    if not module.batch_first:
+        query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
+    return (query, query, query) if shared == 2 else (query, key, key) if shared == 1 else (query, key, value)
 
 
 @dataclass
@@ -125,6 +155,33 @@ def gradients(module: nn.Module, inputs: tuple[Tensor, ...], grad_out: Tensor, *
     wanted = {**leaves, **floats, **dict(module.named_parameters())}
     got = torch.autograd.grad(out, list(wanted.values()), grad_out, allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wanted.items(), got, strict=True)}
+
+
+def same_states(a: nn.Module, b: nn.Module) -> bool:
+    """Names in order, bits, dtypes and devices of all parameters."""
+    first, second = list(a.state_dict().items()), list(b.state_dict().items())
+    return [(n, x.dtype, x.device) for n, x in first] == [(n, x.dtype, x.device) for n, x in second] and all(
+        torch.equal(x, y) for (_, x), (_, y) in zip(first, second, strict=True) if x.device.type != "meta"
+    )
+
+
+@threads(1)
+def assert_agree(ours: nn.Module, theirs: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> None:
+    """Two layers give the same output, weights and gradients of inputs and parameters, by name, weights asked for or
+    not; the first layer's output is contiguous."""
+    grad_out = torch.randn(inputs[0].shape, generator=generator(5), dtype=torch.float64)
+    want, want_weights = theirs(*inputs, **options)
+    want_grads = gradients(theirs, inputs, grad_out, **options)
+    for need_weights in (True, False):
+        out, weights = ours(*inputs, need_weights=need_weights, **options)
+        assert_within(out, want, double_limit(want, EMBED), f"output, need_weights={need_weights}")
+        assert out.is_contiguous() and (weights is not None) == need_weights
+        if need_weights:
+            assert_within(weights, want_weights, double_limit(want_weights, EMBED), "weights")
+        got = gradients(ours, inputs, grad_out, need_weights=need_weights, **options)
+        assert list(got) == list(want_grads)
+        for name, grad in got.items():
+            assert_within(grad, want_grads[name], double_limit(want_grads[name], 100), name)
 
 
 def causal_mask(queries: int, keys: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

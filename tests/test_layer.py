@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.utils.parametrize as parametrize
 from cases import ops
 from layer_cases import (
     EMBED,
@@ -25,7 +24,7 @@ from layer_cases import (
 )
 from switches import threads
 from tolerances import assert_within, double_limit, peer_limit
-from torch import Tensor, nn
+from torch import Tensor
 
 from mha_ext import reference
 
@@ -203,134 +202,3 @@ def test_autocast(dtype: torch.dtype, need_weights: bool, options: dict[str, Any
     assert_within(out, truth.out, peer_limit(peer, truth.out, dtype))
     out.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 and bool(p.grad.isfinite().all()) for p in ours.parameters())
-
-
-# ------------------------------------------------------------------------------------ hooks, adapters, parametrizations
-class Adapter(nn.Module):
-    """A low-rank update beside a frozen linear map, as fine-tuning libraries insert it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, base.in_features, dtype=torch.float64))
-        self.up = nn.Parameter(torch.randn(base.out_features, 2, dtype=torch.float64))
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_an_adapter_on_the_output_projection_acts(name: str, need_weights: bool) -> None:
-    module, x = make(), sequence(2, 5)
-    merged = make()
-    module.out_proj = Adapter(module.out_proj)
-    with torch.no_grad():
-        merged.out_proj.weight += module.out_proj.up @ module.out_proj.down
-    with mode(module, name), mode(merged, name):
-        out, want = (m(x, x, x, need_weights=need_weights)[0] for m in (module, merged))
-    assert_within(out, want, double_limit(want, EMBED))
-    if name == "train":
-        out.sum().backward()
-        assert (
-            module.out_proj.up.grad.any()
-            and module.out_proj.down.grad.any()
-            and module.out_proj.base.weight.grad is None
-        )
-
-
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_hooks_on_the_output_projection_and_on_the_module_run(name: str, need_weights: bool) -> None:
-    module, x = make(), sequence(2, 5)
-    with mode(module, name):
-        want = module(x, x, x, need_weights=need_weights)[0]
-        calls: list[str] = []
-        handles = [
-            module.out_proj.register_forward_pre_hook(lambda *_: calls.append("pre")),
-            module.out_proj.register_forward_hook(lambda m, i, o: (calls.append("post"), o + 1)[1]),
-            module.register_forward_hook(lambda m, i, o: (calls.append("module"), (o[0] * 2, o[1]))[1]),
-        ]
-        out = module(x, x, x, need_weights=need_weights)[0]
-        assert calls == ["pre", "post", "module"]
-        assert_within(out, 2 * (want + 1), double_limit(want, EMBED))
-        for handle in handles:
-            handle.remove()
-        assert torch.equal(module(x, x, x, need_weights=need_weights)[0], want)
-
-
-@pytest.mark.parametrize("kind", ["pre", "post", "backward", "global", "instance"])
-def test_each_way_of_reaching_into_the_output_projection_alone(kind: str) -> None:
-    module, x = make(), sequence(2, 5).requires_grad_()
-    calls: list[str] = []
-
-    def note(*_: Any) -> None:
-        calls.append(kind)
-
-    plain = module.out_proj.forward
-    handle = None
-    if kind == "pre":
-        handle = module.out_proj.register_forward_pre_hook(note)
-    elif kind == "post":
-        handle = module.out_proj.register_forward_hook(note)
-    elif kind == "backward":
-        handle = module.out_proj.register_full_backward_hook(note)
-    elif kind == "global":
-        handle = nn.modules.module.register_module_forward_hook(lambda m, *_: note() if m is module.out_proj else None)
-    else:
-        module.out_proj.forward = lambda y: (note(), plain(y))[1]
-    try:
-        module(x, x, x, need_weights=False)[0].sum().backward()
-    finally:
-        if handle is not None:
-            handle.remove()
-    assert calls == [kind]
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_parametrized_weights_are_used_also_after_a_step(need_weights: bool) -> None:
-    module, plain, x = make(), make(), sequence(2, 5)
-    parametrize.register_parametrization(module, "in_proj_weight", Doubled())
-    parametrize.register_parametrization(module.out_proj, "weight", Doubled())
-    for _ in range(2):
-        with torch.no_grad():
-            plain.in_proj_weight.copy_(module.in_proj_weight)
-            plain.out_proj.weight.copy_(module.out_proj.weight)
-        for name in MODES:
-            with mode(module, name), mode(plain, name):
-                out, want = (m(x, x, x, need_weights=need_weights)[0] for m in (module, plain))
-            assert_within(out, want, double_limit(want, EMBED))
-        with torch.no_grad():
-            module.parametrizations.in_proj_weight.original.add_(0.1)
-            module.out_proj.parametrizations.weight.original.add_(0.1)
-    module(x, x, x, need_weights=need_weights)[0].sum().backward()
-    assert module.parametrizations.in_proj_weight.original.grad.any()
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_only_some_parameters_ask_for_gradients(need_weights: bool) -> None:
-    module, x = make(), sequence(2, 5)
-    full = gradients(module, (x, x, x), torch.ones_like(x), need_weights=need_weights)
-    for name, parameter in module.named_parameters():
-        module.requires_grad_(False)
-        parameter.requires_grad_(True)
-        (got,) = torch.autograd.grad(module(x, x, x, need_weights=need_weights)[0].sum(), parameter)
-        assert_within(got, full[name], double_limit(full[name], EMBED), name)
-    module.requires_grad_(False)
-    y = x.clone().requires_grad_()
-    module.eval()(y, y, y, need_weights=need_weights)[0].sum().backward()
-    assert_within(y.grad, full["query"], double_limit(full["query"], EMBED))
-    assert not module(x, x, x)[0].requires_grad

@@ -3,11 +3,8 @@ on."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -17,9 +14,11 @@ from layer_cases import (
     EMBED,
     HEADS,
     MODES,
+    VARIANTS,
     causal_mask,
     exact_layer,
     gradients,
+    inputs_for,
     last_hidden,
     make,
     mode,
@@ -27,25 +26,11 @@ from layer_cases import (
     sequence,
 )
 from tolerances import assert_within, double_limit, peer_limit
-from torch import Tensor, nn
+from torch import nn
 
 import mha_ext
 from mha_ext import functional
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"bias": False},
-    {"add_bias_kv": True},
-    {"add_zero_attn": True},
-    {"kdim": 8, "vdim": 6},
-    {"bias": False, "add_bias_kv": True, "add_zero_attn": True},
-    {"kdim": 8, "bias": False},
-    {"vdim": 5, "add_bias_kv": True},
-    {"kdim": 8, "vdim": 6, "add_zero_attn": True, "batch_first": False},
-    {"batch_first": False},
-    {"num_heads": 1},
-    {"num_heads": EMBED},
-]
 MASKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bool": {"attn_mask": causal_mask(5, 7)},
@@ -57,14 +42,6 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs_for(module: nn.MultiheadAttention, shared: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (2, 5, E), key and value (2, 7, .), in the module's layout; ``shared`` as the operator's argument."""
-    query, key, value = sequence(2, 5), sequence(2, 7, module.kdim, 2), sequence(2, 7, module.vdim, 3)
-    if not module.batch_first:
-        query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
-    return (query, query, query) if shared == 2 else (query, key, key) if shared == 1 else (query, key, value)
-
-
 def masks_for(name: str, module: nn.MultiheadAttention) -> dict[str, Any]:
     masks = MASKS[name]
     if name == "per_head" and module.num_heads != HEADS:
@@ -73,7 +50,7 @@ def masks_for(name: str, module: nn.MultiheadAttention) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the grid
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("masks", MASKS)
 def test_outputs_and_weights_in_every_mode(options: dict[str, Any], masks: str) -> None:
     ours, theirs = pair(**options)
@@ -92,7 +69,7 @@ def test_outputs_and_weights_in_every_mode(options: dict[str, Any], masks: str) 
             assert_within(weights, want_weights, double_limit(want_weights, EMBED), f"weights {name}")
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_gradients_of_inputs_parameters_and_masks(options: dict[str, Any], masks: str, need_weights: bool) -> None:
@@ -123,7 +100,7 @@ def test_shared_inputs(shared: int, batch_first: bool, bias: bool, need_weights:
     assert_within(ours(*apart)[0], ours(*inputs)[0], 1e-13)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_gradient_of_the_weights(options: dict[str, Any]) -> None:
     ours, theirs = pair(**options)
     inputs = inputs_for(ours)
@@ -205,84 +182,8 @@ def test_signature_and_class() -> None:
     assert [(n, p.default) for n, p in ours.items()][: len(theirs)] == [(n, p.default) for n, p in theirs.items()]
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"dtype": torch.float32, "dropout": 0.1}], ids=str)
-def test_same_seed_same_parameters_same_generator_state(options: dict[str, Any]) -> None:
-    options = {k: v for k, v in options.items() if k != "num_heads"}
-    states = []
-    for kind in (mha_ext.MultiheadAttention, nn.MultiheadAttention):
-        torch.manual_seed(3)
-        module = kind(EMBED, HEADS, **options)
-        states.append((list(module.state_dict().items()), torch.get_rng_state()))
-    assert [n for n, _ in states[0][0]] == [n for n, _ in states[1][0]]
-    assert all(
-        torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(states[0][0], states[1][0], strict=True)
-    )
-    assert torch.equal(states[0][1], states[1][1])
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_state_dict_both_ways_and_attributes(options: dict[str, Any]) -> None:
-    ours, theirs = make(seed=1, **options), make(nn.MultiheadAttention, 2, **options)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-    assert [n for n, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
-    for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "dropout", "batch_first", "add_zero_attn"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    for name in ("bias_k", "bias_v", "in_proj_weight", "in_proj_bias", "q_proj_weight"):
-        assert (getattr(ours, name) is None) == (getattr(theirs, name) is None)
-    assert type(ours.out_proj) is type(theirs.out_proj)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_copies_give_the_same_bits(options: dict[str, Any]) -> None:
-    module = make(**options)
-    inputs = inputs_for(module)
-    want = module(*inputs)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    twins = [
-        copy.deepcopy(module),
-        copy.copy(module),
-        pickle.loads(pickle.dumps(module)),
-        torch.load(buffer, weights_only=False),
-    ]
-    old = type(module).__new__(type(module))
-    old.__setstate__({k: v for k, v in module.__dict__.items() if k != "_qkv_same_embed_dim"})
-    for twin in (*twins, old):
-        assert type(twin) is type(module) and repr(twin) == repr(module)
-        got = twin(*inputs)
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
-def test_repr_names_what_it_is() -> None:
-    text = repr(mha_ext.MultiheadAttention(16, 4))
-    assert text.startswith("MultiheadAttention(") and "16" in text and "4" in text and "out_proj" in text
-
-
-def test_moving_between_dtypes_and_resetting() -> None:
-    module = make()
-    x = sequence(2, 5)
-    single = module.float()(x.float(), x.float(), x.float())[0]
-    assert single.dtype == torch.float32 and module.in_proj_weight.dtype == torch.float32
-    with torch.device("meta"):
-        empty = mha_ext.MultiheadAttention(EMBED, HEADS)
-        assert empty(*[torch.empty(5, 2, EMBED)] * 3)[0].device.type == "meta"
-    empty = empty.to_empty(device="cpu")
-    torch.manual_seed(3)
-    empty.reset_parameters()
-    torch.manual_seed(3)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            empty.state_dict().values(), nn.MultiheadAttention(EMBED, HEADS).state_dict().values(), strict=True
-        )
-    )
-
-
 # -------------------------------------------------------------------------------------------------- the function form
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_functional_form(options: dict[str, Any], need_weights: bool) -> None:
     module = make(nn.MultiheadAttention, **{**options, "batch_first": False})

@@ -96,7 +96,7 @@ def sees_nothing(hidden: Tensor, masks: dict[str, Any], module: nn.MultiheadAtte
 def results(module: Any, x: Tensor, kept: Tensor, **options: Any) -> dict[str, Tensor]:
     """Output, weights, and the gradients of a loss over the kept positions."""
     x = x.clone().requires_grad_()
-    inputs = (x, x, x) if module._packed else (x, x, x[..., : module.vdim])
+    inputs = (x, x, x) if module._is_packed() else (x, x, x[..., : module.vdim])
     out, weights = module(*inputs, **options)
     loss = (out.square() * kept.unsqueeze(-1)).where(kept.unsqueeze(-1), 0.0).sum()
     names = ["x", *(name for name, _ in module.named_parameters())]
