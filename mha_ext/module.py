@@ -150,8 +150,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = {"batch_first": False, "kdim": state["embed_dim"], "vdim": state["embed_dim"], **state}
         state.setdefault("num_kv_heads", state["num_heads"])
-        state["_packed"] = state["kdim"] == state["vdim"] == state["embed_dim"]
-        state.pop("_qkv_same_embed_dim", None)
+        packed = state.pop("_qkv_same_embed_dim", state["kdim"] == state["vdim"] == state["embed_dim"])
+        state.setdefault("_packed", packed)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
