@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrize
 __all__ = ["full_name", "obstacle", "over", "parametrized_base", "put_beneath", "taken_from"]
 
 _TAKEN_FROM = "_mha_ext_taken_from"
+_COMBINED: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()  # without those that failed while they were made
 _LOCK = threading.Lock()
 
 
@@ -56,9 +58,11 @@ def put_beneath(subclass: type[nn.Module], ours: type[nn.Module]) -> type[nn.Mod
     """
     with _LOCK:
         for known in subclass.__subclasses__():
-            if known.__bases__ == (subclass, ours) and taken_from(known) is subclass:
+            if known in _COMBINED and known.__bases__ == (subclass, ours):
                 return known
-        return _combine(subclass, ours)
+        combined = _combine(subclass, ours)
+        _COMBINED.add(combined)
+        return combined
 
 
 def _combine(subclass: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
