@@ -185,7 +185,6 @@ def _to_ours(module: nn.Module, subclasses: bool) -> _Swap:
             return _Swap(None, f"a subclass of nn.MultiheadAttention; {obstacle}")
         try:
             ours = beneath.put_beneath(own, MultiheadAttention)
-            object.__new__(own).__class__ = ours
         except Exception as error:  # whatever a metaclass or __init_subclass__ raises
             return _Swap(None, f"a subclass of nn.MultiheadAttention that cannot have another base: {error}")
     return _Swap(ours if base is None else beneath.over(type(module), ours), "")

@@ -19,6 +19,7 @@ from tracing import Operators
 from transformer_cases import MODES, running
 
 import mha_ext
+from mha_ext.demo.converted import Copier, learn
 
 
 class VisionBlock(nn.Module):
@@ -144,53 +145,21 @@ def test_blocks_in_bfloat16_are_no_less_exact(make: Any, inputs: Any) -> None:
     assert_within(converted.bfloat16()(*inputs), exact, peer_limit(theirs, exact, torch.bfloat16))
 
 
-class Copier(nn.Module):
-    """A whole transformer that is to say what it was told."""
-
-    def __init__(self, alphabet: int, length: int) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(alphabet + 1, EMBED)  # the last begins the target
-        self.places = nn.Parameter(torch.randn(length, EMBED))
-        self.transformer = nn.Transformer(EMBED, HEADS, 1, 1, 32, 0.0, batch_first=True)
-        self.head = nn.Linear(EMBED, alphabet)
-        self.future = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
-
-    def loss(self, told: Tensor) -> Tensor:
-        begin = torch.full_like(told[:, :1], self.symbols.num_embeddings - 1)
-        source, target = (self.symbols(x) + self.places for x in (told, torch.cat([begin, told[:, :-1]], 1)))
-        said = self.head(self.transformer(source, target, tgt_mask=self.future, tgt_is_causal=True))
-        return nn.functional.cross_entropy(said.flatten(0, 1), told.flatten())
-
-
-def learn(model: Copier, steps: int) -> Tensor:
-    """The loss of every step."""
-    optimiser = torch.optim.Adam(model.parameters(), 5e-3)
-    draw = torch.Generator().manual_seed(3)
-    losses = []
-    for _ in range(steps):
-        loss = model.loss(torch.randint(5, (16, 6), generator=draw))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    return torch.tensor(losses, dtype=torch.float64)
-
-
 @threads(1)
 def test_a_converted_transformer_learns_as_the_original() -> None:
     """Training amplifies rounding. How much, the original tells: it learns again from parameters that are off by one
     rounding. Ours may be off by the roundings of ``double_limit``, amplified as much."""
     steps = 60
     torch.manual_seed(0)
-    start = Copier(5, 6).double()
+    start = Copier().double()
     original, nudged, converted = (copy.deepcopy(start) for _ in range(3))
     with torch.no_grad():
         for parameter in nudged.parameters():
             parameter *= 1 + roundoff(torch.float64) * 2 * torch.sign(torch.randn_like(parameter))
     mha_ext.convert(converted)
-    want, other = learn(original, steps), learn(nudged, steps)
+    want, other = (torch.tensor(learn(model, steps, 3), dtype=torch.float64) for model in (original, nudged))
     with Operators() as ran:
-        got = learn(converted, steps)
+        got = torch.tensor(learn(converted, steps, 3), dtype=torch.float64)
     assert ran.ours == 3 * steps and not ran.theirs
     assert want[-5:].mean() < 0.5 * want[0]
     amplified = (other - want).abs().max() / roundoff(torch.float64)
