@@ -67,7 +67,7 @@ def put_beneath(subclass: type[nn.Module], ours: type[nn.Module]) -> type[nn.Mod
 
 def _combine(subclass: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        reduced = super(combined, self).__reduce_ex__(max(2, protocol))
+        reduced = super(combined, self).__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
         function, arguments, *rest = reduced
@@ -110,7 +110,7 @@ def obstacle(subclass: type[nn.Module], original: type[nn.Module], ours: type[nn
 
 def _between(subclass: type[nn.Module], original: type[nn.Module]) -> Iterator[type[Any]]:
     """The classes that come before the original when a name is looked up."""
-    for cls in subclass.__mro__:
+    for cls in subclass.__mro__[:1]:
         if cls is original:
             return
         yield cls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import warnings
@@ -46,19 +47,27 @@ class Halved(nn.Module):
         return weight / 2
 
 
+def decorated(function: Any) -> Any:
+    return functools.wraps(function)(lambda *args, **options: function(*args, **options))
+
+
 class Twice(nn.MultiheadAttention):
     """Changes what goes in and what comes out."""
 
+    @decorated
     def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
         out, weights = super().forward(query * 0.5, *args, **options)
         return 2 * out, weights
 
 
 class Named(nn.MultiheadAttention):
-    """Leaves forward alone, and calls super in the old way."""
+    """Calls super in the old way."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return super(Named, self).forward(*args, **options)  # noqa: UP008
 
     def extra_repr(self) -> str:
-        return f"named, {super(Named, self).extra_repr()}"  # noqa: UP008
+        return f"named, {super().extra_repr()}"
 
 
 class Mixin:
@@ -232,7 +241,8 @@ class BelowOwnForward(OwnForward):
 class ReadsPacked(nn.MultiheadAttention):
     @property
     def width(self) -> int:
-        return self.in_proj_weight.shape[1] if self._qkv_same_embed_dim else self.q_proj_weight.shape[1]
+        packed = lambda: self._qkv_same_embed_dim  # noqa: E731
+        return self.in_proj_weight.shape[1] if packed() else self.q_proj_weight.shape[1]
 
 
 class DefinesAttend(nn.MultiheadAttention):
