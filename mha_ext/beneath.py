@@ -110,7 +110,7 @@ def obstacle(subclass: type[nn.Module], original: type[nn.Module], ours: type[nn
 
 def _between(subclass: type[nn.Module], original: type[nn.Module]) -> Iterator[type[Any]]:
     """The classes that come before the original when a name is looked up."""
-    for cls in subclass.__mro__[:1]:
+    for cls in subclass.__mro__:
         if cls is original:
             return
         yield cls

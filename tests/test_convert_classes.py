@@ -60,11 +60,14 @@ class Twice(nn.MultiheadAttention):
         return 2 * out, weights
 
 
-class Named(nn.MultiheadAttention):
-    """Calls super in the old way."""
+def forward_of_named(self: Any, *args: Any, **options: Any) -> Any:
+    return super(Named, self).forward(*args, **options)
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return super(Named, self).forward(*args, **options)  # noqa: UP008
+
+class Named(nn.MultiheadAttention):
+    """Calls super in the old way, from a function that was written outside."""
+
+    forward = forward_of_named
 
     def extra_repr(self) -> str:
         return f"named, {super().extra_repr()}"
