@@ -20,6 +20,7 @@ from mha_ext.chapter import (
     multi_head_attention_forward,
     split_heads,
 )
+from mha_ext.convert import conversion_report, convert, revert
 from mha_ext.cost import parameter_count, self_attention_flops, shape_trace
 from mha_ext.module import MultiheadAttention
 
@@ -33,6 +34,8 @@ __all__ = [
     "available_cpu_capabilities",
     "build_info",
     "combine_heads",
+    "conversion_report",
+    "convert",
     "cpu_capability",
     "deactivate",
     "functional",
@@ -40,6 +43,7 @@ __all__ = [
     "multi_head_attention_forward",
     "parameter_count",
     "reference",
+    "revert",
     "self_attention_flops",
     "set_cpu_capability",
     "shape_trace",

@@ -21,7 +21,7 @@ _PLAIN_LINEAR = (NonDynamicallyQuantizableLinear, nn.Linear)
 
 # What the code of PyTorch's encoder layer and encoder mentions, and code copied from them: it goes on to read the
 # weights and skip `forward`.
-_BYPASS = frozenset({"_transformer_encoder_layer_fwd", "_native_multi_head_attention", "use_nested_tensor"})
+_BYPASS = frozenset({"_transformer_encoder_layer_fwd", "use_nested_tensor"})
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -72,7 +72,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]), [1.0, 0.0, 0.0, 0.0, 0.0])
     """
 
-    _num_kv_heads: int | None = None  # of a module of the original that was given this class, too
+    _num_kv_heads: int | None = None  # on the module only where it differs: else it has the original's attributes
 
     def __init__(
         self,
@@ -178,7 +178,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @num_kv_heads.setter
     def num_kv_heads(self, value: int) -> None:
-        self._num_kv_heads = None if value == self.num_heads else value
+        self.__dict__.pop("_num_kv_heads", None)
+        if value != self.num_heads:
+            self._num_kv_heads = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         embed_dim, num_heads = state["embed_dim"], state["num_heads"]

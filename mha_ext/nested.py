@@ -12,8 +12,10 @@ __all__ = ["pad", "unpad"]
 
 def pad(nested: Tensor) -> tuple[Tensor, Tensor]:
     """A nested tensor of ``(length, E)`` parts as ``(B, longest, E)``, and ``(B, longest)`` bool, True = real."""
-    lengths = [part.shape[0] for part in nested.unbind()]
-    padded = torch.nested.to_padded_tensor(nested, 0.0)
+    parts = nested.unbind()
+    lengths = [part.shape[0] for part in parts]
+    # PyTorch refuses to pad a nested tensor without any row.
+    padded = torch.nested.to_padded_tensor(nested, 0.0) if any(lengths) else torch.stack(parts)
     positions = torch.arange(padded.shape[1], device=padded.device)
     return padded, positions < torch.tensor(lengths, device=padded.device).unsqueeze(1)
 

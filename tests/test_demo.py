@@ -54,6 +54,7 @@ def test_every_part_is_printed(quick_run):
         "eq. 20.4",
         "eq. 20.5",
         "(8, 4, 64, 64)",
+        "mha_ext.convert(model) trains to the same loss: ok",
         "written by the mha_ext model",
         "all checks: ok",
     )

@@ -28,7 +28,7 @@ CPU_DOORS = {"cpu/dispatch.h", "cpu/backward_into.h", "cpu/forward_into.h"}
 KERNEL_SYSTEM_HEADERS = {"stdint.h", "stddef.h", "immintrin.h"}
 
 # The way down through the package: each imports only from those after it. Other modules must just not go in circles.
-SPINE = ["demo", "__init__", "module", "functional", "_ops", "_C"]
+SPINE = ["demo", "__init__", "convert", "module", "functional", "_ops", "_C"]
 
 
 def relative(path: Path) -> str:

@@ -26,7 +26,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 import mha_ext
-from mha_ext.demo import checks, report
+from mha_ext.demo import checks, converted, report
 from mha_ext.demo.model import ModelConfig
 from mha_ext.demo.picture import save_picture
 from mha_ext.demo.step_memory import step_peak_bytes
@@ -163,6 +163,15 @@ def _check_layer(console: Console, plan: Plan, ours: Learner, seed: int) -> bool
     return gradients_right and counts_right and all(difference.passed for difference in differences)
 
 
+def _check_converted(console: Console, seed: int) -> bool:
+    """Prints how a whole transformer of PyTorch's learns once it is converted; returns whether it learns the same."""
+    console.print(Rule("a finished model, converted", align="left"))
+    losses = converted.converted_losses(seed)
+    agree = converted.agree(losses)
+    report.print_converted(console, losses, agree)
+    return agree
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns 0 when every check passed."""
     started = time.perf_counter()
@@ -189,10 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peaks = {name: step_peak_bytes(name, plan.config, options.seed) for name in ATTENTION_CLASSES}
     report.print_costs(console, learners, peaks)
     layer_right = _check_layer(console, plan, learners[-1], options.seed)
+    converted_right = _check_converted(console, options.seed)
     _print_sample(console, learners[-1], corpus, plan.sample_length, options.seed)
     _save_picture(console, options.output, learners)
 
-    passed = started_equal and layer_right
+    passed = started_equal and layer_right and converted_right
     console.print(f"all checks: {report.verdict(passed)}   ({time.perf_counter() - started:.0f} s)")
     return 0 if passed else 1
 

@@ -75,6 +75,17 @@ def print_costs(console: Console, learners: Sequence[Learner], peaks: Mapping[st
     console.print()
 
 
+def print_converted(console: Console, losses: Mapping[str, Sequence[float]], agree: bool) -> None:
+    """Prints the losses of a transformer of PyTorch's and of the same one converted."""
+    table = new_table("nn.Transformer learns to copy, float64: loss in nats", "step", *losses, "difference")
+    theirs, ours = losses.values()
+    for step in sorted({0, len(theirs) // 2, len(theirs) - 1}):
+        table.add_row(str(step + 1), f"{theirs[step]:.9f}", f"{ours[step]:.9f}", f"{ours[step] - theirs[step]:+.1e}")
+    console.print(table)
+    console.print(f"mha_ext.convert(model) trains to the same loss: {verdict(agree)}")
+    console.print()
+
+
 def print_gradcheck(console: Console, passed: bool) -> None:
     """Prints whether the layer's gradients agree with finite differences."""
     console.print("[bold]Gradients of the layer against central finite differences, float64[/]")
