@@ -1,0 +1,378 @@
+"""PyTorch's own samples of attention, which ship with it in ``torch.testing._internal``, and how ours is compared on
+them.
+
+A call is the dict of a function's arguments by name. Its exact answer is float64 by the equations in
+``mha_ext.reference``; PyTorch's functions in float64 have to agree with that. ``make_tensor`` draws from [-9, 9]: after
+a projection the scores are thousands, the softmax is 0 or 1 and the exact gradients of queries and keys are differences
+that cancel. There the limits of the error analysis in ``tolerances.py`` hold. On the same samples made ``tame``, where
+every number counts, the limit is PyTorch's own rounding error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import NONE, UPPER_LEFT, Case, Problem, exact, generator, kept
+from tolerances import assert_within, attention_limits, bias_limit, peer_limit, roundoff
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+
+from mha_ext import _ops, reference
+
+Call = dict[str, Any]
+Answers = dict[str, Tensor]
+Limits = dict[str, Any]
+Ways = list[Callable[..., Any]]
+Truth = Callable[[Call, torch.dtype], tuple[Answers, Limits]]
+ATTENTION = ("query", "key", "value")
+LAYER = (
+    *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+    *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias"),
+)
+TAME = 2.0**-4  # a power of two: exact in every dtype
+SEED = 11
+
+
+def operator_entry(name: str) -> OpInfo:
+    """The one entry of PyTorch's operator database with this name."""
+    (entry,) = [entry for entry in op_db if entry.name == f"nn.functional.{name}"]
+    return entry
+
+
+def calls(name: str, positional: tuple[str, ...], requires_grad: bool = False) -> list[Call]:
+    """Every sample of an operator in float64."""
+    samples = operator_entry(name).sample_inputs("cpu", torch.float64, requires_grad=requires_grad)
+    return [dict(zip(positional, (s.input, *s.args), strict=True)) | s.kwargs for s in samples]
+
+
+def attention_calls() -> list[Call]:
+    return calls("scaled_dot_product_attention", ATTENTION)
+
+
+def layer_calls() -> list[Call]:
+    """The many samples that are not meant for gradients, and the one that is; ours takes gradients of all."""
+    return [c for grad in (False, True) for c in calls("multi_head_attention_forward", LAYER, grad)]
+
+
+def change(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
+    """The call with every floating tensor changed."""
+    floats = {n: x for n, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return call | {n: function(x.detach()) for n, x in floats.items()}
+
+
+def tame(call: Call) -> Call:
+    return change(call, lambda x: x * TAME)
+
+
+def in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    return change(call, lambda x: x.to(dtype))
+
+
+def leaves(call: Call) -> Answers:
+    return {n: x for n, x in call.items() if isinstance(x, Tensor) and x.requires_grad}
+
+
+def evaluate(function: Callable[..., Any], call: Call, dtype: torch.dtype) -> Answers:
+    """Results and gradients of a function on a call in ``dtype``; the incoming gradient is the same for every dtype."""
+    call = change(call, lambda x: x.to(dtype).requires_grad_())
+    torch.manual_seed(SEED)
+    results = function(**call)
+    out, *rest = (results,) if isinstance(results, Tensor) else results
+    wanted = leaves(call)
+    grads = torch.autograd.grad(out, list(wanted.values()), grad_out(out, call), allow_unused=True)
+    answers = {"out": out.detach()} | {f"result {i}": x.detach() for i, x in enumerate(rest, 1) if x is not None}
+    return answers | {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+
+
+def grad_out(out: Tensor, call: Call) -> Tensor:
+    """Small enough for float16, rounded so that bfloat16 holds it exactly."""
+    grad = torch.randn(out.shape, generator=generator(out.numel()), dtype=torch.float64)
+    return grad.bfloat16().to(call["query"].dtype)
+
+
+def dropout_seed(dropout_p: float) -> Tensor | None:
+    """What ours draws in ``evaluate``."""
+    torch.manual_seed(SEED)
+    return _ops.draw_seed(torch.device("cpu")) if dropout_p > 0 else None
+
+
+def compare(got: Answers, want: Answers, limits: Limits, dtype: torch.dtype) -> None:
+    """Everything wanted is there, in ``dtype``, and within its limit; what overflows ``dtype`` is infinite."""
+    missing = [n for n, x in want.items() if n not in got and bool((x != 0).any())]
+    assert not missing, f"no gradient of {missing}"
+    for name, x in got.items():
+        rounded = want[name].to(dtype).double()
+        assert x.dtype == dtype, f"{name}: {x.dtype}"
+        assert_within(x, torch.where(rounded.isinf(), rounded, want[name]), limits[name], name)
+
+
+def peer_limits(call: Call, dtype: torch.dtype, truth: Truth, ways: Ways) -> Limits:
+    """Twice PyTorch's largest error on this sample (three times for gradients), and some u of the result's scale.
+
+    In float64 the exact answer is no more exact than its peers. There it is PyTorch's error in float32, made smaller as
+    the roundoff is, and half as much again for the error of the exact answer.
+    """
+    tried = torch.float32 if dtype == torch.float64 else dtype
+    call = in_dtype(call, tried)
+    want, _ = truth(call, tried)
+    peers = [evaluate(way, call, tried) for way in ways]
+    limits: Limits = {}
+    for name, x in want.items():
+        found = [p[name] for p in peers if name in p] or [torch.zeros_like(x)]
+        limits[name] = max(peer_limit(p, x, tried) for p in found) * (1.5 if name in call else 1.0)
+        if tried != dtype:
+            limits[name] *= 1.5 * roundoff(dtype) / roundoff(tried)
+    return limits
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+def attention_problem(call: Call, dtype: torch.dtype) -> tuple[Problem, dict[str, tuple[int, ...]]]:
+    """The call as a problem with four axes, and the shapes of query, key and value spread over batch and heads."""
+    query, key, value = (call[n] for n in ATTENTION)
+    heads = [(1, *x.shape)[-3] for x in (query, key, value)]
+    heads = heads if call.get("enable_gqa") else [max(heads)] * 3
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    spread = {n: (*batch, h, *call[n].shape[-2:]) for n, h in zip(ATTENTION, heads, strict=True)}
+    q, k, v = (call[n].detach().expand(s).reshape(prod(batch), *s[-3:]) for n, s in spread.items())
+    case = Case(
+        q.shape[0], heads[0], heads[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype,
+        causal=UPPER_LEFT if call.get("is_causal") else NONE, dropout_p=call.get("dropout_p", 0.0),
+        scale=call.get("scale"),
+    )  # fmt: skip
+    grad = grad_out(torch.empty(*batch, heads[0], case.T, case.dim_v), call).reshape(
+        prod(batch), heads[0], case.T, case.dim_v
+    )
+    problem = Problem(case, q, k, v, grad, torch.zeros(grad.shape[:3]), call.get("attn_mask"))
+    problem.dropout_seed = dropout_seed(case.dropout_p)
+    return problem, spread
+
+
+def attention_truth(call: Call, dtype: torch.dtype) -> tuple[Answers, Limits]:
+    """The exact answers for a call whose numbers are rounded to ``dtype``, and their limits by the error analysis."""
+    call = in_dtype(call, dtype)
+    problem, spread = attention_problem(call, dtype)
+    truth = exact(problem)
+    limits = attention_limits(truth, dtype, problem.case.heads_kv)
+    shape = (*spread["query"][:-1], spread["value"][-1])
+    answers, bounds = {"out": truth.out.reshape(shape)}, {"out": limits["out"].reshape(shape)}
+    for name, full in spread.items():
+        answers[name], bounds[name] = (
+            x.reshape(full).sum_to_size(call[name].shape) for x in (truth.grads[name], limits[name])
+        )
+        # an input that was spread has been summed over its copies, in the dtype of the input
+        bounds[name] = bounds[name] + 4 * roundoff(dtype) * truth.grads[name].abs().reshape(full).sum_to_size(
+            call[name].shape
+        )
+    if "attn_mask" in truth.grads:
+        answers["attn_mask"] = truth.grads["attn_mask"]
+        bounds["attn_mask"] = bias_limit(truth, limits["scores"], answers["attn_mask"], problem.case.keys, dtype)
+    return answers, bounds
+
+
+def composition(*args: Any) -> tuple[Tensor, Tensor]:
+    """PyTorch's attention in pieces. It warns that the pairs to keep are an argument for tests."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Dropout mask should only be used for testing purposes")
+        return torch._scaled_dot_product_attention_math(*args)
+
+
+def pytorch_attention(**call: Any) -> Tensor:
+    """PyTorch's function; with dropout its composition, on the pairs that ours keeps, which it takes as an argument."""
+    if call.get("dropout_p", 0.0) == 0.0:
+        return F.scaled_dot_product_attention(**call)
+    problem, spread = attention_problem(call, torch.float64)
+    keep = kept(problem.case, problem.dropout_seed).reshape(*spread["query"][:-1], problem.case.keys)
+    query, key, value = (call[n].expand(s) for n, s in spread.items())
+    return composition(query, key, value, call.get("attn_mask"), call["dropout_p"], call["is_causal"], keep)[0]
+
+
+def pytorch_fused_attention(**call: Any) -> Tensor:
+    """PyTorch's fused kernel, which needs four axes and no gradient of the mask."""
+    _, spread = attention_problem(call, torch.float64)
+    query, key, value = (call[n].expand(s).reshape(-1, *s[-3:]) for n, s in spread.items())
+    mask = call.get("attn_mask")
+    options = {n: call[n] for n in ("is_causal", "scale", "enable_gqa") if n in call}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(query, key, value, None if mask is None else mask.detach(), **options)
+    return out.reshape(*spread["query"][:-1], out.shape[-1])
+
+
+def check_attention(function: Callable[..., Any], call: Call, dtype: torch.dtype) -> None:
+    """Results and gradients of one call as the sample is, by the error analysis; and tame, beside PyTorch's errors."""
+    ways = [pytorch_attention] + [pytorch_fused_attention] * (call.get("dropout_p", 0.0) == 0.0)
+    want, limits = attention_truth(call, dtype)
+    compare(evaluate(function, in_dtype(call, dtype), dtype), want, limits, dtype)
+    call = tame(call)
+    want, limits = attention_truth(call, dtype)
+    got = evaluate(function, in_dtype(call, dtype), dtype)
+    compare(got, want, limits, dtype)
+    compare(got, want, peer_limits(call, dtype, attention_truth, ways), dtype)
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+def project(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value heads of a layer, (B, H, T, D), appended keys included."""
+    heads, width, heads_of = call["num_heads"], call["embed_dim_to_check"], []
+    packed, bias = call.get("in_proj_weight"), call["in_proj_bias"]
+    weights = [call[f"{x}_proj_weight"] for x in "qkv"] if packed is None else packed.chunk(3)
+    biases = [0.0] * 3 if bias is None else bias.chunk(3)
+    rows = (None, call.get("bias_k"), call.get("bias_v"))
+    for name, weight, shift, row in zip(ATTENTION, weights, biases, rows, strict=True):
+        x = call[name] if call[name].dim() == 3 else call[name][:, None]
+        x = x @ weight.mT + shift
+        if row is not None:
+            x = torch.cat([x, row.reshape(1, 1, width).expand(1, x.shape[1], width)])
+        if call["add_zero_attn"] and name != "query":
+            x = torch.cat([x, torch.zeros_like(x[:1])])
+        heads_of.append(x.unflatten(2, (heads, -1)).permute(1, 2, 0, 3))
+    query, key, value = heads_of
+    return query, key, value
+
+
+def layer_problem(call: Call, dtype: torch.dtype) -> Problem:
+    """The attention inside a layer; masks in the operators' convention, the incoming gradient still empty."""
+    query, key, value = project(call)
+    batch, heads, queries, dim = query.shape
+    keys = call["key"].shape[0]
+    case = Case(
+        batch, heads, None, queries, key.shape[2], dim, dtype=dtype, appended=key.shape[2] - keys,
+        causal=UPPER_LEFT if call.get("is_causal") else NONE,
+        dropout_p=call["dropout_p"] if call.get("training", True) else 0.0,
+    )  # fmt: skip
+    mask, padding = call.get("attn_mask"), call.get("key_padding_mask")
+    if mask is not None:
+        mask = ~mask if mask.dtype == torch.bool else mask
+        mask = mask.unflatten(0, (batch, heads)) if mask.dim() == 3 else mask[None, None]
+    if padding is not None and padding.dim() == 1:
+        padding = padding[None]
+    seed = dropout_seed(case.dropout_p)
+    return Problem(case, query, key, value, torch.empty(0), torch.zeros(batch, heads, queries), mask, padding, seed)
+
+
+def layer_truth(call: Call, dtype: torch.dtype) -> tuple[Answers, Limits]:
+    """The exact answers for a call whose numbers are rounded to ``dtype``, and how far the attention inside may move
+    them by the error analysis (the products around it are not counted)."""
+    call = change(in_dtype(call, dtype), lambda x: x.double().requires_grad_())
+    problem = layer_problem(call, dtype)
+    case, weight, bias = problem.case, call["out_proj_weight"], call["out_proj_bias"]
+    context, _, weights = reference.attention(
+        problem.query, problem.key, problem.value, problem.attn_mask, key_padding_mask=problem.key_padding_mask,
+        is_causal=case.causal != NONE, keep=kept(case, problem.dropout_seed), dropout_p=case.dropout_p,
+        num_appended_keys=case.appended,
+    )  # fmt: skip
+    out = context.permute(2, 0, 1, 3).flatten(2) @ weight.mT + (0.0 if bias is None else bias)
+    shape = call["query"].shape
+    out = out.reshape(*shape[:-1], out.shape[-1])
+    grad = grad_out(out, call)
+    wanted = {n: x for n, x in call.items() if isinstance(x, Tensor) and x.requires_grad}
+    *grads, grad_context = torch.autograd.grad(out, [*wanted.values(), context], grad)
+    weights = weights if len(shape) == 3 else weights[0]
+    answers = {"out": out.detach(), "result 1": weights.detach(), **dict(zip(wanted, grads, strict=True))}
+    problem.grad_out = grad_context
+    return answers, layer_limits(call, problem, grad)
+
+
+def layer_limits(call: Call, problem: Problem, grad: Tensor) -> Limits:
+    """The limits of the attention inside a layer, carried through the projections with every number positive."""
+    case = problem.case
+    truth = exact(problem)
+    inner = attention_limits(truth, case.dtype, case.H)
+    positive = change(call, lambda x: x.abs().requires_grad_())
+    wanted = leaves(positive)
+    carried = torch.autograd.grad(
+        project(positive), list(wanted.values()), [inner[n] for n in ATTENTION], allow_unused=True
+    )
+    limits: Limits = {
+        n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wanted.items(), carried, strict=True)
+    }
+    weight, context = positive["out_proj_weight"].detach(), inner["out"].permute(2, 0, 1, 3).flatten(2)
+    limits["out"] = (context @ weight.mT).reshape(*call["query"].shape[:-1], -1)
+    limits["out_proj_weight"] = grad.abs().flatten(0, -2).mT @ context.flatten(0, 1)
+    if "attn_mask" in limits:
+        limits["attn_mask"] = bias_limit(
+            truth, inner["scores"], truth.grads["attn_mask"], case.keys - case.appended, case.dtype
+        ).reshape(call["attn_mask"].shape)
+    # with the unit matrix as values, the output is the weights
+    unit = torch.eye(case.keys, dtype=torch.float64).expand(*truth.key.shape[:2], -1, -1)
+    limits["result 1"] = attention_limits(
+        replace(truth, value=unit, out=truth.weights * truth.drop), case.dtype, case.H, False
+    )["out"]
+    if call["query"].dim() == 2:
+        limits["result 1"] = limits["result 1"][0]
+    return limits
+
+
+@contextmanager
+def dropping(keep: Tensor | None) -> Iterator[None]:
+    """PyTorch's layer drops these pairs instead of drawing its own."""
+    if keep is None:
+        yield
+        return
+    saved = F.dropout, F.scaled_dot_product_attention
+
+    def dropout(weights: Tensor, p: float) -> Tensor:
+        return weights * keep.view_as(weights) / (1 - p)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
+        return composition(q, k, v, mask, p, causal, keep)[0]
+
+    F.dropout, F.scaled_dot_product_attention = dropout, attention
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = saved
+
+
+def pytorch_layer(**call: Any) -> tuple[Tensor, Tensor]:
+    """PyTorch's function with weights per head, which is its composition."""
+    problem = layer_problem(call, call["query"].dtype)
+    with dropping(kept(problem.case, problem.dropout_seed)):
+        return F.multi_head_attention_forward(**call, average_attn_weights=False)
+
+
+def pytorch_fused_layer(**call: Any) -> tuple[Tensor, None]:
+    """PyTorch's function without weights, which is its fused kernel, where that takes the call."""
+    problem, mask = layer_problem(call, call["query"].dtype), call.get("attn_mask")
+    with dropping(kept(problem.case, problem.dropout_seed)):
+        return F.multi_head_attention_forward(
+            **(call | {"attn_mask": None if mask is None else mask.detach(), "need_weights": False})
+        )
+
+
+def check_layer(function: Callable[..., Any], call: Call, dtype: torch.dtype) -> None:
+    """Results and gradients of one call, with weights per head, their mean and none, as the sample is and tame.
+
+    As they are, the samples have scores of thousands, which half types know to some units only: no digit of the softmax
+    is determined, and there is nothing to compare. What is certain there is that the weights are a mean.
+    """
+    if dtype in (torch.float64, torch.float32):
+        _check_layer(function, call, dtype)
+    else:
+        _, weights = function(**in_dtype(call, dtype), average_attn_weights=False)
+        if not call["dropout_p"]:
+            total = weights.double().sum(-1)
+            assert_within(total, torch.ones_like(total), weights.shape[-1] * roundoff(dtype), "sum of the weights")
+    _check_layer(function, tame(call), dtype)
+
+
+def _check_layer(function: Callable[..., Any], call: Call, dtype: torch.dtype) -> None:
+    """The limit is PyTorch's error, which has the products around the attention, and the error analysis of what is
+    inside: where the exact gradient is a difference that cancels, PyTorch's composition is exact by chance."""
+    want, inner = layer_truth(call, dtype)
+    peers = peer_limits(call, dtype, layer_truth, [pytorch_layer, pytorch_fused_layer])
+    limits = {n: peers[n] + inner[n] if n in inner else peers[n] for n in peers}
+    given = in_dtype(call, dtype)
+    compare(evaluate(function, given | {"average_attn_weights": False}, dtype), want, limits, dtype)
+    weights = want.pop("result 1")
+    compare(evaluate(function, given | {"need_weights": False}, dtype), want, limits, dtype)
+    limits["result 1"] = limits["result 1"].mean(-3)
+    compare(evaluate(function, given, dtype), want | {"result 1": weights.mean(-3)}, limits, dtype)
