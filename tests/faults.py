@@ -103,6 +103,7 @@ def attention_has(given: Arguments) -> set[str]:
     has = {
         "heads": query.dim() > 2 and query.shape[-3] > 1,
         "keys": key.shape[-2] > 1,
+        "wide": query.shape[-1] > 1,
         "same_width": key.shape == value.shape,
         "mask": given.get("attn_mask") is not None,
         "float_mask": given.get("attn_mask") is not None and given["attn_mask"].is_floating_point(),
@@ -119,6 +120,7 @@ def layer_has(given: Arguments) -> set[str]:
     mask = given.get("attn_mask")
     has = {
         "heads": given["num_heads"] > 1,
+        "wide": given["out_proj_weight"].shape[1] > given["num_heads"],
         "packed": given.get("in_proj_weight") is not None,
         "in_proj_bias": given.get("in_proj_bias") is not None and bool(given["in_proj_bias"].any()),
         "out_proj_bias": given.get("out_proj_bias") is not None and bool(given["out_proj_bias"].any()),
@@ -143,7 +145,7 @@ class _Enlarged(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -230,7 +232,7 @@ def _with(*needs: str) -> frozenset[str]:
 
 
 ATTENTION: dict[str, Fault] = {
-    "scale_1_over_d": Fault(_scale(lambda dim: dim**-0.5), needs=_with("keys")),
+    "scale_1_over_d": Fault(_scale(lambda dim: dim**-0.5), needs=_with("keys", "wide")),
     "scale_1_percent": Fault(_scale(lambda dim: 1.01), needs=_with("keys"), size=0.01),
     "mask_off_by_one": Fault(_shift_keys("attn_mask"), needs=_with("mask")),
     "causal_sees_one_more": Fault(_causal_until(1), needs=_with("causal", "keys")),
@@ -310,7 +312,7 @@ def _average_one_head_less(given: Arguments, result: Any) -> Any:
 
 
 LAYER: dict[str, Fault] = {
-    "scale_1_over_d": Fault(_scale_queries(lambda dim: dim**-0.5)),
+    "scale_1_over_d": Fault(_scale_queries(lambda dim: dim**-0.5), needs=_with("wide")),
     "scale_1_percent": Fault(_scale_queries(lambda dim: 1.01), size=0.01),
     "no_in_proj_bias": Fault(_times("in_proj_bias", lambda _: 0.0), needs=_with("in_proj_bias")),
     "no_out_proj_bias": Fault(_times("out_proj_bias", lambda _: 0.0), needs=_with("out_proj_bias")),
