@@ -13,7 +13,7 @@ from faults import Fault
 from test_torch_samples import ATTENTION_CALLS, FEW_LAYER_CALLS, LAYER_CALLS, extended
 from test_torch_samples_module import FEW, SAMPLES, build, call_of
 from torch_layer_samples import as_function, check_layer
-from torch_samples import Call, check_attention, check_derivatives, tame
+from torch_samples import Call, check_attention, check_derivatives, mild
 
 from mha_ext import functional
 
@@ -86,21 +86,22 @@ def test_layer_samples_refuse(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype"), showing(faults.ATTENTION, list(DTYPES)))
-def test_every_attention_sample_refuses(name: str, dtype: torch.dtype) -> None:
-    attention_refuses(name, dtype, most=100)
+def test_many_attention_samples_refuse(name: str, dtype: torch.dtype) -> None:
+    attention_refuses(name, dtype, most=12)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype"), showing(faults.LAYER, list(DTYPES)))
 def test_many_layer_samples_refuse(name: str, dtype: torch.dtype) -> None:
-    assert layer_refuses(name, dtype, LAYER_CALLS, most=30) + module_refuses(name, dtype, SAMPLES, most=30)
+    assert layer_refuses(name, dtype, LAYER_CALLS, most=8) + module_refuses(name, dtype, SAMPLES, most=8)
 
 
 @pytest.mark.parametrize("name", [n for n, fault in faults.ATTENTION.items() if fault.of_gradients])
 def test_derivatives_refuse_wrong_gradients(name: str) -> None:
     """Differences know nothing of an exact answer, so only a gradient that does not fit its function shows."""
     right = functional.scaled_dot_product_attention
-    fault, call = faults.ATTENTION[name], tame(ATTENTION_CALLS[-1])
+    fault, call = faults.ATTENTION[name], mild(ATTENTION_CALLS[-1])
+    call |= {n: call[n][:1, :1] for n in ("query", "key", "value")}
     check_derivatives(right, call, True)
     with pytest.raises(RuntimeError, match="Jacobian"):
         check_derivatives(fault.attention(right), call, True)
