@@ -227,3 +227,12 @@ def test_derivatives_on_every_sample() -> None:
         check_derivatives(attention, change(small, lambda x: x[-1:] if x.dim() == 4 else x), fast=False)
     for call in LAYER_CALLS:
         check_derivatives(layer, mild(call), fast=True)
+
+
+def test_the_appended_key_may_have_one_axis_or_more() -> None:
+    for call in FEW_LAYER_CALLS:
+        call = call | {"training": False}
+        want = layer(**call)
+        for shape in ((1, -1), (1, 1, -1)):
+            reshaped = {n: call[n].reshape(shape) for n in ("bias_k", "bias_v")}
+            assert all(torch.equal(x, y) for x, y in zip(layer(**call | reshaped), want, strict=True))

@@ -197,11 +197,11 @@ def attention_truth(call: Call, dtype: torch.dtype) -> tuple[Answers, Limits]:
     return answers, bounds
 
 
-def composition(*args: Any) -> tuple[Tensor, Tensor]:
+def composition(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """PyTorch's attention in pieces. It warns that the pairs to keep are an argument for tests."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dropout mask should only be used for testing purposes")
-        return torch._scaled_dot_product_attention_math(*args)
+        return torch._scaled_dot_product_attention_math(*args, **options)
 
 
 def pytorch_attention(**call: Any) -> Tensor:
@@ -211,7 +211,10 @@ def pytorch_attention(**call: Any) -> Tensor:
     problem, spread = attention_problem(call, torch.float64)
     keep = kept(problem.case, problem.dropout_seed).reshape(*spread["query"][:-1], problem.case.keys)
     query, key, value = (call[n].expand(s) for n, s in spread.items())
-    return composition(query, key, value, call.get("attn_mask"), call["dropout_p"], call["is_causal"], keep)[0]
+    options = {n: call[n] for n in ("scale", "enable_gqa") if n in call}
+    return composition(query, key, value, call.get("attn_mask"), call["dropout_p"], call["is_causal"], keep, **options)[
+        0
+    ]
 
 
 def pytorch_fused_attention(**call: Any) -> Tensor:
