@@ -222,8 +222,8 @@ def multi_head_attention_forward(
         num_heads: H, divides E.
         in_proj_weight: ``(3 E, E)``, unless ``use_separate_proj_weight``.
         in_proj_bias: ``(3 E,)``.
-        bias_k: ``(1, 1, E)``, a key appended to every sequence; given with ``bias_v``.
-        bias_v: ``(1, 1, E)``.
+        bias_k: ``(1, 1, E)``, ``(1, E)`` or ``(E,)``, a key appended to every sequence; given with ``bias_v``.
+        bias_v: likewise, its value.
         add_zero_attn: append a key and a value of zeros.
         dropout_p: probability in [0, 1) of dropping a weight.
         out_proj_weight: ``(E_out, E)``.
@@ -336,7 +336,7 @@ def _check_parameters(
     out_proj: tuple[Tensor, Tensor | None],
 ) -> None:
     """Input weights (one that is packed, or three), in_proj_bias, bias_k, bias_v and the output's fit embed_dim."""
-    weight, bias = out_proj
+    weight, out_bias = out_proj
     checks.tensor(where, "out_proj_weight", weight)
     expected: list[tuple[str, Tensor | None, tuple[int | str, ...]]]
     if len(weights) == 1:
@@ -347,12 +347,18 @@ def _check_parameters(
         expected = [(name, w, (embed_dim, size)) for name, w, size in zip(names, weights, inner, strict=True)]
     expected += [
         ("in_proj_bias", biases[0], (3 * embed_dim,)),
-        ("bias_k", biases[1], (1, 1, embed_dim)),
-        ("bias_v", biases[2], (1, 1, embed_dim)),
+        ("bias_k", biases[1], _row_shape(biases[1], embed_dim)),
+        ("bias_v", biases[2], _row_shape(biases[2], embed_dim)),
         ("out_proj_weight", weight, ("E_out", embed_dim)),
-        ("out_proj_bias", bias, weight.shape[:1]),
+        ("out_proj_bias", out_bias, weight.shape[:1]),
     ]
     checks.parameters(where, expected, weight.dtype)
+
+
+def _row_shape(bias: Tensor | None, embed_dim: int) -> tuple[int, ...]:
+    """The shape that bias_k or bias_v must have: ``(1, 1, E)`` or, as PyTorch also takes it, ``(1, E)`` or ``(E,)``."""
+    rank = bias.dim() if isinstance(bias, Tensor) and bias.dim() in (1, 2) else 3
+    return (*(1,) * (rank - 1), embed_dim)
 
 
 def _check_appended(
