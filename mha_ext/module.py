@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mha_ext import checks, layer, nested, unused_rows
+from mha_ext import checks, layer, nested, parameters, unused_rows
+from mha_ext.errors import InvalidValueError
 
 __all__ = ["MultiheadAttention"]
 
@@ -46,7 +47,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         rope: not implemented.
 
     Raises:
-        TypeError: a size is not an integer, or ``dropout`` is not a number.
+        TypeError: a size is not an integer, ``dropout`` not a number, or ``dtype`` not a floating one.
         ValueError: sizes are not positive or do not divide, or ``dropout`` is out of range.
         NotImplementedError: an option that is not implemented is set.
 
@@ -90,6 +91,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)  # not the original's: it would create parameters of other shapes
         checks.unsupported(_WHERE, window=window, softcap=softcap, sink=sink, qk_norm=qk_norm, rope=rope)
         checks.dropout_probability(_WHERE, "dropout", dropout)
+        if dtype is not None:
+            checks.float_dtype(_WHERE, "dtype", dtype)
         self.embed_dim = embed_dim = checks.size(_WHERE, "embed_dim", embed_dim)
         self.kdim = embed_dim if kdim is None else checks.size(_WHERE, "kdim", kdim)
         self.vdim = embed_dim if vdim is None else checks.size(_WHERE, "vdim", vdim)
@@ -231,13 +234,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not sizes.batched:
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
         heads = (self.num_heads, self.num_kv_heads)
-        appends = self.bias_k is not None or self.add_zero_attn
+        appends = self.add_zero_attn or self.bias_k is not None or self.bias_v is not None
         out_proj, weights = self.out_proj, None
         fused = not (packed is None or options.need_weights or appends) and _is_plain(out_proj)
         inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first, fused)
         if packed is not None and fused:
-            parameters = (packed, self.in_proj_bias, out_proj.weight, out_proj.bias)
-            out = layer.fused(inputs, parameters, options, heads, batch_first)
+            projections = (packed, self.in_proj_bias, out_proj.weight, out_proj.bias)
+            out = layer.fused(inputs, projections, options, heads, batch_first)
         else:
             out, weights = self._in_pieces(inputs, packed, heads, options)
         out, weights = unused_rows.restore(out, weights, lost, batch_first)
@@ -250,27 +253,34 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, inputs: layer.QKV, packed: Tensor | None, heads: tuple[int, int], options: layer.Options
     ) -> tuple[Tensor, Tensor | None]:
         """The layer step by step, calling ``out_proj`` as the module that it is."""
-        batch_first = self.batch_first
+        batch_first, bias_k, bias_v = self.batch_first, self.bias_k, self.bias_v
+        parameters.both_or_none(_WHERE, ("bias_k", "bias_v"), (bias_k, bias_v))
         weights_in = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else (packed,)
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        parameters.projections(_WHERE, weights_in, self.in_proj_bias, heads, widths)
         q, k, v = layer.project(inputs, weights_in, self.in_proj_bias, heads, batch_first)
-        k, v, appended = layer.append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)
+        k, v, appended = layer.append_keys(k, v, bias_k, bias_v, self.add_zero_attn)
         context, weights = layer.attend(q, k, v, options, appended, batch_first)
         return self.out_proj(context), weights
 
     def _attend_nested(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on nested inputs: padded, masked, and the output given back with query's lengths."""
         if not all(tensor.is_nested for tensor in inputs):
-            raise ValueError(f"{_WHERE}: query, key and value must all be nested or all be dense, got a mixture")
+            kinds = ", ".join("nested" if tensor.is_nested else "dense" for tensor in inputs)
+            raise InvalidValueError(f"{_WHERE}: query, key and value must all be nested or all be dense, got {kinds}")
         if not self.batch_first:
-            raise ValueError(f"{_WHERE}: batch_first must be True for nested inputs, got False")
+            raise InvalidValueError(f"{_WHERE}: batch_first must be True for nested inputs, got False")
         if options.attn_mask is not None or options.key_padding_mask is not None:
-            raise ValueError(f"{_WHERE}: attn_mask and key_padding_mask must be None for nested inputs, got a mask")
+            raise InvalidValueError(
+                f"{_WHERE}: attn_mask and key_padding_mask must be None for nested inputs, got a mask"
+            )
         query, key, value = inputs
         q, real_queries = nested.pad(query)
         k, real_keys = (q, real_queries) if key is query else nested.pad(key)
         v, real_values = (k, real_keys) if value is key else nested.pad(value)
         if not torch.equal(real_keys, real_values):
-            raise ValueError(f"{_WHERE}: value must have key's lengths, got {real_values.sum(1).tolist()}")
+            lengths, got = real_keys.sum(1).tolist(), real_values.sum(1).tolist()
+            raise InvalidValueError(f"{_WHERE}: value must have key's lengths {lengths}, got {got}")
         out, weights = self._attend((q, k, v), options._replace(key_padding_mask=real_keys.logical_not()))
         if weights is not None:
             padding = real_queries.logical_not().unsqueeze(-1)
