@@ -186,3 +186,12 @@ def test_autocast_does_not_hide_a_dtype(need_weights: bool, dtype: torch.dtype) 
             mha_ext.MultiheadAttention(EMBED, HEADS)(given, given, given, need_weights=need_weights)
     assert isinstance(ours.value, type(theirs))
     assert isinstance(theirs, RuntimeError)
+
+
+def test_flags_of_numpy_are_flags() -> None:
+    """is_causal and enable_gqa of attention on heads: a string or None is refused, a truth value of NumPy is none."""
+    numpy = pytest.importorskip("numpy")
+    q = sequence(3, 4, 8).unsqueeze(0)
+    want = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    got = functional.scaled_dot_product_attention(q, q, q, is_causal=numpy.True_, enable_gqa=numpy.False_)
+    assert torch.equal(got, want) and not torch.equal(got, functional.scaled_dot_product_attention(q, q, q))
