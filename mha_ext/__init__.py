@@ -9,7 +9,7 @@ torch.Size([2, 10, 32])
 """
 
 from mha_ext import _flops as _flops  # registers the operation counts
-from mha_ext import functional, reference
+from mha_ext import errors, functional, reference
 from mha_ext._C import available_cpu_capabilities, build_info, cpu_capability, set_cpu_capability
 from mha_ext.activation import activate, deactivate
 from mha_ext.chapter import (
@@ -38,6 +38,7 @@ __all__ = [
     "convert",
     "cpu_capability",
     "deactivate",
+    "errors",
     "functional",
     "multi_head_attention_backward",
     "multi_head_attention_forward",

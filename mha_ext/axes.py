@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mha_ext.errors import InvalidValueError
+
 __all__ = ["Layout", "align"]
 
 
@@ -39,7 +41,7 @@ def align(
     leads = []
     for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if tensor.dim() < 2:
-            raise ValueError(f"{where}: {name} must have at least 2 axes, got shape {tuple(tensor.shape)}")
+            raise InvalidValueError(f"{where}: {name} must have at least 2 axes, got shape {tuple(tensor.shape)}")
         leads.append((1, *tensor.shape[:-2])[-max(1, tensor.dim() - 2) :])
     try:
         batch_shape = tuple(torch.broadcast_shapes(*(lead[:-1] for lead in leads)))  # type: ignore[no-untyped-call]
@@ -48,7 +50,7 @@ def align(
         message = (
             f"{where}: key and value must have query's batch sizes (or 1), got query, key, value of shape {shapes}"
         )
-        raise ValueError(message) from None
+        raise InvalidValueError(message) from None
     heads = _fitting_heads(where, (leads[0][-1], leads[1][-1], leads[2][-1]), enable_gqa)
     query, key, value = (
         tensor.expand(*batch_shape, count, *tensor.shape[-2:]).reshape(prod(batch_shape), count, *tensor.shape[-2:])
@@ -63,11 +65,11 @@ def _fitting_heads(where: str, heads: tuple[int, int, int], enable_gqa: bool) ->
     num_heads, num_key_heads, num_value_heads = heads
     if enable_gqa:
         if num_key_heads != num_value_heads:
-            raise ValueError(f"{where}: value must have key's {num_key_heads} heads, got {num_value_heads}")
+            raise InvalidValueError(f"{where}: value must have key's {num_key_heads} heads, got {num_value_heads}")
         return heads
     common = max(heads)
     if any(count not in (1, common) for count in heads):
         hint = "; enable_gqa=True lets heads of key and value serve groups of query heads"
-        raise ValueError(f"{where}: key and value must have query's {num_heads} heads, got {heads[1:]}{hint}")
+        raise InvalidValueError(f"{where}: key and value must have query's {num_heads} heads, got {heads[1:]}{hint}")
     key_value = 1 if num_key_heads == num_value_heads == 1 else common  # the operator shares one head by itself
     return common, key_value, key_value

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mha_ext.errors import InvalidTypeError, InvalidValueError, UnsupportedLayoutError
+
 __all__ = [
+    "FLOATS",
+    "FLOAT_NAMES",
     "LayerSizes",
+    "cast_alike",
     "dense",
     "dropout_probability",
+    "flags",
+    "float_dtype",
     "head_dim",
     "integer",
     "layer_sizes",
     "number",
     "one_of",
-    "parameters",
     "same_kind",
     "size",
+    "strided",
     "tensor",
     "tensors",
     "unsupported",
 ]
 
-_NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt)  # the likely ones first
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the likely ones first
+FLOAT_NAMES = "float64, float32, bfloat16 or float16"
+_NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt)
 
 
 class LayerSizes(NamedTuple):
@@ -46,7 +54,7 @@ def tensor(where: str, name: str, given: object) -> None:
         TypeError: it is not.
     """
     if not isinstance(given, Tensor):
-        raise TypeError(f"{where}: {name} must be a tensor, got {type(given).__name__}")
+        raise InvalidTypeError(f"{where}: {name} must be a tensor, got {type(given).__name__}")
 
 
 def tensors(where: str, query: object, key: object, value: object) -> None:
@@ -64,19 +72,26 @@ def dense(where: str, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     """Query, key and value are neither nested nor sparse.
 
     Raises:
-        NotImplementedError: one is.
+        UnsupportedLayoutError: one is.
     """
     query, key, value = inputs
     if not (query.is_nested or key.is_nested or value.is_nested):
-        strided = torch.strided
-        if query.layout is strided and key.layout is strided and value.layout is strided:
+        dense_layout = torch.strided
+        if query.layout is dense_layout and key.layout is dense_layout and value.layout is dense_layout:
             return
     for name, given in zip(("query", "key", "value"), inputs, strict=True):
-        if given.is_nested or given.layout is not torch.strided:
-            kind = "a nested tensor" if given.is_nested else f"layout {given.layout}"
-            raise NotImplementedError(
-                f"{where}: {name} must be a dense tensor (others are not implemented), got {kind}"
-            )
+        strided(where, name, given)
+
+
+def strided(where: str, name: str, given: Tensor) -> None:
+    """A tensor is neither nested nor sparse.
+
+    Raises:
+        UnsupportedLayoutError: it is.
+    """
+    if given.is_nested or given.layout is not torch.strided:
+        kind = "a nested tensor" if given.is_nested else f"layout {given.layout}"
+        raise UnsupportedLayoutError(f"{where}: {name} must be a dense tensor (others are not implemented), got {kind}")
 
 
 def one_of(where: str, name: str, given: object, choices: tuple[str, ...]) -> None:
@@ -87,9 +102,20 @@ def one_of(where: str, name: str, given: object, choices: tuple[str, ...]) -> No
         ValueError: it is another one.
     """
     if not isinstance(given, str):
-        raise TypeError(f"{where}: {name} must be a str, one of {choices}, got {type(given).__name__}")
+        raise InvalidTypeError(f"{where}: {name} must be a str, one of {choices}, got {type(given).__name__}")
     if given not in choices:
-        raise ValueError(f"{where}: {name} must be one of {choices}, got {given!r}")
+        raise InvalidValueError(f"{where}: {name} must be one of {choices}, got {given!r}")
+
+
+def flags(where: str, **given: object) -> None:
+    """Options are True or False, of whatever type of truth values.
+
+    Raises:
+        TypeError: one is something else.
+    """
+    for name, flag in given.items():
+        if type(flag).__name__ not in ("bool", "bool_", "SymBool"):
+            raise InvalidTypeError(f"{where}: {name} must be a bool, got {type(flag).__name__}")
 
 
 def number(where: str, name: str, given: object) -> None:
@@ -101,7 +127,7 @@ def number(where: str, name: str, given: object) -> None:
     if isinstance(given, _NUMBERS):
         return
     if not isinstance(given, Tensor) or given.dim() != 0:
-        raise TypeError(f"{where}: {name} must be a number, got {type(given).__name__}")
+        raise InvalidTypeError(f"{where}: {name} must be a number, got {type(given).__name__}")
 
 
 def integer(where: str, name: str, given: Any) -> int:
@@ -117,7 +143,7 @@ def integer(where: str, name: str, given: Any) -> int:
             return operator.index(given)
         except TypeError:
             pass
-    raise TypeError(f"{where}: {name} must be an int, got {type(given).__name__}")
+    raise InvalidTypeError(f"{where}: {name} must be an int, got {type(given).__name__}")
 
 
 def size(where: str, name: str, given: Any) -> int:
@@ -129,41 +155,15 @@ def size(where: str, name: str, given: Any) -> int:
     """
     result = integer(where, name, given)
     if result <= 0:
-        raise ValueError(f"{where}: {name} must be greater than 0, got {result}")
+        raise InvalidValueError(f"{where}: {name} must be greater than 0, got {result}")
     return result
-
-
-def parameters(
-    where: str, expected: Iterable[tuple[str, Tensor | None, tuple[int | str, ...]]], dtype: torch.dtype
-) -> None:
-    """Parameters of a layer, as far as they are given, have their shapes and (unless autocast is on) one dtype.
-
-    Args:
-        where: the function that is being called, for messages.
-        expected: name, parameter and shape of each; a size that may be any is the name for it.
-        dtype: their dtype.
-
-    Raises:
-        TypeError: one is not a tensor, or its dtype differs.
-        ValueError: a shape differs.
-    """
-    for name, given, shape in expected:
-        if given is None:
-            continue
-        tensor(where, name, given)
-        sizes = given.shape
-        if len(sizes) != len(shape) or any(
-            not isinstance(wanted, str) and have != wanted for have, wanted in zip(sizes, shape, strict=True)
-        ):
-            wanted_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-            raise ValueError(f"{where}: {name} must have shape {wanted_shape}, got {tuple(sizes)}")
-        if given.dtype != dtype and not torch.is_autocast_enabled(given.device.type):
-            raise TypeError(f"{where}: {name} must have out_proj_weight's dtype {dtype}, got {given.dtype}")
 
 
 def _require_width(where: str, name: str, tensor: Tensor, width: int, width_name: str) -> None:
     if tensor.shape[-1] != width:
-        raise ValueError(f"{where}: {name} must have last size {width} ({width_name}), got shape {tuple(tensor.shape)}")
+        raise InvalidValueError(
+            f"{where}: {name} must have last size {width} ({width_name}), got shape {tuple(tensor.shape)}"
+        )
 
 
 def layer_sizes(
@@ -183,7 +183,7 @@ def layer_sizes(
     query, key, value = inputs
     rank = query.dim()
     if rank not in (2, 3):
-        raise ValueError(f"{where}: query must be 2-D (unbatched) or 3-D (batched), got {rank}-D")
+        raise InvalidValueError(f"{where}: query must be 2-D (unbatched) or 3-D (batched), got {rank}-D")
     _require_width(where, "query", query, widths[0], "embed_dim")
     shape = query.shape
     batch_axis = 0 if batch_first else 1
@@ -192,27 +192,28 @@ def layer_sizes(
         return LayerSizes(shape[batch_axis] if rank == 3 else 1, length, length, rank == 3)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dim() != rank:
-            raise ValueError(f"{where}: {name} must be {rank}-D like query, got {tensor.dim()}-D")
+            raise InvalidValueError(f"{where}: {name} must be {rank}-D like query, got {tensor.dim()}-D")
     _require_width(where, "key", key, widths[1], "kdim")
     _require_width(where, "value", value, widths[2], "vdim")
     if rank == 2:
         if key.shape[0] != value.shape[0]:
-            raise ValueError(f"{where}: value must have key's length {key.shape[0]}, got {value.shape[0]}")
+            raise InvalidValueError(f"{where}: value must have key's length {key.shape[0]}, got {value.shape[0]}")
         return LayerSizes(1, shape[0], key.shape[0], False)
     batch, num_keys = shape[batch_axis], key.shape[1 - batch_axis]
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape[batch_axis] != batch:
-            raise ValueError(f"{where}: {name} must have query's batch size {batch}, got {tensor.shape[batch_axis]}")
+            got = f"got {tensor.shape[batch_axis]} (axis {batch_axis}: batch_first is {batch_first})"
+            raise InvalidValueError(f"{where}: {name} must have query's batch size {batch}, {got}")
     if value.shape[1 - batch_axis] != num_keys:
-        raise ValueError(f"{where}: value must have key's length {num_keys}, got {value.shape[1 - batch_axis]}")
+        raise InvalidValueError(f"{where}: value must have key's length {num_keys}, got {value.shape[1 - batch_axis]}")
     return LayerSizes(batch, shape[1 - batch_axis], num_keys, True)
 
 
 def same_kind(where: str, inputs: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> None:
-    """Query, key and value have the parameters' dtype (unless autocast is on) and device.
+    """Query, key and value are dense and have the parameters' dtype (or one that autocast makes the same) and device.
 
     Raises:
-        TypeError: a dtype differs.
+        TypeError: a dtype differs or is none that the layer computes in, or a tensor is sparse.
         ValueError: a device differs.
     """
     dtype, device = weight.dtype, weight.device
@@ -222,9 +223,28 @@ def same_kind(where: str, inputs: tuple[Tensor, Tensor, Tensor], weight: Tensor)
             continue
         previous = tensor
         if tensor.device != device:
-            raise ValueError(f"{where}: {name} must be on the parameters' device {device}, got {tensor.device}")
-        if tensor.dtype != dtype and not torch.is_autocast_enabled(device.type):
-            raise TypeError(f"{where}: {name} must have the parameters' dtype {dtype}, got {tensor.dtype}")
+            raise InvalidValueError(f"{where}: {name} must be on the parameters' device {device}, got {tensor.device}")
+        if tensor.dtype != dtype and not cast_alike(device, tensor.dtype, dtype):
+            raise InvalidTypeError(f"{where}: {name} must have the parameters' dtype {dtype}, got {tensor.dtype}")
+        if tensor.layout is not torch.strided:
+            strided(where, name, tensor)
+    if dtype not in FLOATS:
+        float_dtype(where, "query", dtype)
+
+
+def cast_alike(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether autocast is on and gives tensors of these dtypes one dtype; it leaves float64 as it is."""
+    return torch.is_autocast_enabled(device.type) and all(dtype in FLOATS[:3] for dtype in dtypes)
+
+
+def float_dtype(where: str, name: str, dtype: object) -> None:
+    """A dtype is one that attention is computed in.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if dtype not in FLOATS:
+        raise InvalidTypeError(f"{where}: {name} must be {FLOAT_NAMES}, got {dtype}")
 
 
 def dropout_probability(where: str, name: str, probability: float) -> None:
@@ -236,7 +256,7 @@ def dropout_probability(where: str, name: str, probability: float) -> None:
     """
     number(where, name, probability)
     if not 0.0 <= probability < 1.0:
-        raise ValueError(f"{where}: {name} must be in [0, 1), got {probability}")
+        raise InvalidValueError(f"{where}: {name} must be in [0, 1), got {probability}")
 
 
 def head_dim(where: str, embed_dim: int, num_heads: int, num_kv_heads: int, given: int | None) -> int:
@@ -247,10 +267,11 @@ def head_dim(where: str, embed_dim: int, num_heads: int, num_kv_heads: int, give
         ValueError: a size does not divide what it must, or ``given`` is not positive.
     """
     if num_heads % num_kv_heads:
-        raise ValueError(f"{where}: num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
+        raise InvalidValueError(f"{where}: num_kv_heads must divide num_heads {num_heads}, got {num_kv_heads}")
     if given is None:
         if embed_dim % num_heads:
-            raise ValueError(f"{where}: embed_dim {embed_dim} is not divisible by num_heads {num_heads}")
+            got = f"got embed_dim {embed_dim} and num_heads {num_heads} (head_dim sets another width of a head)"
+            raise InvalidValueError(f"{where}: embed_dim must be divisible by num_heads, {got}")
         return embed_dim // num_heads
     return size(where, "head_dim", given)
 

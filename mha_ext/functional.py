@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_ext import _ops, axes, checks, layer, masks, unused_rows
+from mha_ext import _ops, axes, checks, errors, layer, masks, parameters, unused_rows
+from mha_ext.errors import InvalidValueError
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 
@@ -110,7 +111,8 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: shapes do not fit, or an option is out of range.
         TypeError: a dtype does not fit, or an argument is of the wrong type.
-        NotImplementedError: an option that is not implemented is set, or an input is nested or sparse.
+        NotImplementedError: an option that is not implemented is set, or an input is nested or sparse; that is a
+            TypeError as well.
 
     Differs from PyTorch: a query with every key masked gives 0 and an lse of -inf, not NaN; what is stored behind a
     mask (NaN, infinity) reaches nothing; ``is_causal`` may be combined with masks; a floating mask need not have
@@ -125,13 +127,15 @@ def scaled_dot_product_attention(
         (torch.Size([2, 4, 3, 8]), [1.0, 2.0, 3.0])
     """
     where = "scaled_dot_product_attention"
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        checks.flags(where, is_causal=is_causal, enable_gqa=enable_gqa)
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         checks.unsupported(where, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink)
     checks.tensors(where, query, key, value)
     checks.dense(where, (query, key, value))
     checks.one_of(where, "causal_alignment", causal_alignment, _ALIGNMENT_NAMES)
     if return_weights is not None and return_weights not in _WEIGHTS:
-        raise ValueError(f"{where}: return_weights must be None or one of {_WEIGHTS}, got {return_weights!r}")
+        raise InvalidValueError(f"{where}: return_weights must be None or one of {_WEIGHTS}, got {return_weights!r}")
     query, key, value, layout = axes.align(where, (query, key, value), enable_gqa)
     num_queries, num_keys = query.shape[2], key.shape[2]
     causal = _ALIGNMENTS[causal_alignment] if is_causal else 0
@@ -147,9 +151,12 @@ def scaled_dot_product_attention(
     if scale is not None:
         checks.number(where, "scale", scale)
     seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
-    out, lse = _ops.attention(
-        query, key, value, attn_mask, key_padding_mask, seed, dropout_p=dropout_p, causal=causal, scale=scale
-    )
+    try:
+        out, lse = _ops.attention(
+            query, key, value, attn_mask, key_padding_mask, seed, dropout_p=dropout_p, causal=causal, scale=scale
+        )
+    except (ValueError, TypeError) as error:
+        errors.pass_on(error, where)
     out = layout.restore(out)
     if not return_lse and return_weights is None:
         return out
@@ -176,7 +183,7 @@ def scaled_dot_product_attention(
 def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) -> int:
     """The operators' causal alignment for a CausalBias and, if ``causal`` is set, that alignment as well."""
     if (bias.seq_len_q, bias.seq_len_kv) != sizes:
-        raise ValueError(
+        raise InvalidValueError(
             f"{where}: attn_mask must be a CausalBias of size {sizes}, got {bias.seq_len_q, bias.seq_len_kv}"
         )
     alignment = _ALIGNMENTS[bias.variant.name.lower()]
@@ -264,26 +271,26 @@ def multi_head_attention_forward(
     where = "multi_head_attention_forward"
     inputs = (query, key, value)
     checks.tensors(where, *inputs)
+    checks.dense(where, inputs)
     checks.dropout_probability(where, "dropout_p", dropout_p)
-    packed = None if use_separate_proj_weight else _given(where, in_proj_weight=in_proj_weight)[0]
+    whole = type(num_heads) is int and type(embed_dim_to_check) is int
+    if not whole or num_heads < 1 or embed_dim_to_check < 1 or embed_dim_to_check % num_heads:
+        parameters.function_heads(where, embed_dim_to_check, num_heads)
+    packed = None if use_separate_proj_weight else parameters.given(where, in_proj_weight=in_proj_weight)[0]
     if packed is None:
-        weights = _given(where, q_proj_weight=q_proj_weight, k_proj_weight=k_proj_weight, v_proj_weight=v_proj_weight)
+        separate = {"q_proj_weight": q_proj_weight, "k_proj_weight": k_proj_weight, "v_proj_weight": v_proj_weight}
+        weights = parameters.given(where, **separate)
     else:
         weights = (packed,)
-    out_proj = (_given(where, out_proj_weight=out_proj_weight)[0], out_proj_bias)
-    _check_parameters(where, embed_dim_to_check, weights, (in_proj_bias, bias_k, bias_v), out_proj)
-    if packed is None:
-        widths = (embed_dim_to_check, weights[1].shape[1], weights[2].shape[1])
-    else:
-        widths = (embed_dim_to_check,) * 3
+    widths = parameters.function_parameters(
+        where, embed_dim_to_check, weights, (in_proj_bias, bias_k, bias_v), (out_proj_weight, out_proj_bias)
+    )
     sizes = checks.layer_sizes(where, inputs, widths, batch_first=False)
-    if num_heads < 1 or embed_dim_to_check % num_heads:
-        raise ValueError(f"{where}: embed_dim {embed_dim_to_check} is not divisible by num_heads {num_heads}")
     checks.same_kind(where, inputs, out_proj_weight)
     static = (static_k, static_v)
-    _check_appended(where, bias_k, bias_v, static)
-    if static_k is not None:
-        sizes = sizes._replace(num_keys=static_k.shape[1])
+    if not (static_k is static_v is None):
+        static = parameters.static_heads(where, static, bias_k, sizes, num_heads, query)
+        sizes = sizes if static[0] is None else sizes._replace(num_keys=static[0].shape[2])
     if not sizes.batched:
         inputs = layer.add_batch_axis(inputs, 1)
     options = layer.Options(
@@ -304,11 +311,11 @@ def multi_head_attention_forward(
     if static == (None, None):
         inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first=False, fused=fused)
     if packed is not None and fused:
-        parameters = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
-        out = layer.fused(inputs, parameters, options, heads, batch_first=False)
+        projections = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
+        out = layer.fused(inputs, projections, options, heads, batch_first=False)
     else:
         q, k, v = layer.project(inputs, weights, in_proj_bias, heads, batch_first=False)
-        k, v = (x if given is None else _static_heads(where, given, x) for x, given in zip((k, v), static, strict=True))
+        k, v = (x if given is None else given for x, given in zip((k, v), static, strict=True))
         k, v, appended = layer.append_keys(k, v, bias_k, bias_v, add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, appended, batch_first=False)
         out = F.linear(context, out_proj_weight, out_proj_bias)
@@ -317,65 +324,3 @@ def multi_head_attention_forward(
         out = out.squeeze(1)
         attention_weights = None if attention_weights is None else attention_weights.squeeze(0)
     return out, attention_weights
-
-
-def _given(where: str, **tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors, none of which may be None."""
-    given = tuple(tensor for tensor in tensors.values() if tensor is not None)
-    if len(given) < len(tensors):
-        missing = ", ".join(name for name, tensor in tensors.items() if tensor is None)
-        raise ValueError(f"{where}: {missing} must be a tensor, got None")
-    return given
-
-
-def _check_parameters(
-    where: str,
-    embed_dim: int,
-    weights: tuple[Tensor, ...],
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    out_proj: tuple[Tensor, Tensor | None],
-) -> None:
-    """Input weights (one that is packed, or three), in_proj_bias, bias_k, bias_v and the output's fit embed_dim."""
-    weight, out_bias = out_proj
-    checks.tensor(where, "out_proj_weight", weight)
-    expected: list[tuple[str, Tensor | None, tuple[int | str, ...]]]
-    if len(weights) == 1:
-        expected = [("in_proj_weight", weights[0], (3 * embed_dim, embed_dim))]
-    else:
-        inner: tuple[int | str, ...] = (embed_dim, "kdim", "vdim")
-        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        expected = [(name, w, (embed_dim, size)) for name, w, size in zip(names, weights, inner, strict=True)]
-    expected += [
-        ("in_proj_bias", biases[0], (3 * embed_dim,)),
-        ("bias_k", biases[1], _row_shape(biases[1], embed_dim)),
-        ("bias_v", biases[2], _row_shape(biases[2], embed_dim)),
-        ("out_proj_weight", weight, ("E_out", embed_dim)),
-        ("out_proj_bias", out_bias, weight.shape[:1]),
-    ]
-    checks.parameters(where, expected, weight.dtype)
-
-
-def _row_shape(bias: Tensor | None, embed_dim: int) -> tuple[int, ...]:
-    """The shape that bias_k or bias_v must have: ``(1, 1, E)`` or, as PyTorch also takes it, ``(1, E)`` or ``(E,)``."""
-    rank = bias.dim() if isinstance(bias, Tensor) and bias.dim() in (1, 2) else 3
-    return (*(1,) * (rank - 1), embed_dim)
-
-
-def _check_appended(
-    where: str, bias_k: Tensor | None, bias_v: Tensor | None, static: tuple[Tensor | None, Tensor | None]
-) -> None:
-    """bias_k and bias_v come together, and not with static keys or values."""
-    if (bias_k is None) != (bias_v is None):
-        missing, other = ("bias_v", "bias_k") if bias_v is None else ("bias_k", "bias_v")
-        raise ValueError(f"{where}: {missing} must be a tensor because {other} is given, got None")
-    if bias_k is not None and any(given is not None for given in static):
-        raise ValueError(f"{where}: bias_k and bias_v must be None with static_k or static_v, got tensors")
-
-
-def _static_heads(where: str, static: Tensor, projected: Tensor) -> Tensor:
-    """``(B H, S, D)`` as ``(B, H, S, D)`` like the projection that it replaces."""
-    batch, num_heads, _, head_dim = projected.shape
-    if static.dim() != 3 or static.shape[0] != batch * num_heads or static.shape[2] != head_dim:
-        expected = f"(B * num_heads, S, head_dim) = ({batch * num_heads}, S, {head_dim})"
-        raise ValueError(f"{where}: static_k and static_v must have shape {expected}, got {tuple(static.shape)}")
-    return static.view(batch, num_heads, *static.shape[1:])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_ext import _ops, checks, masks
+from mha_ext import _ops, checks, errors, masks
 
 __all__ = [
     "Options",
@@ -182,9 +182,12 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on heads: the context, heads combined, in the layer's layout, and the weights if they are wanted."""
     mask, padding, dropout_p, seed, causal, need_weights, average = options
-    out, lse = _ops.attention(
-        q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
-    )
+    try:
+        out, lse = _ops.attention(
+            q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
+        )
+    except (ValueError, TypeError) as error:
+        errors.pass_on(error)
     weights = None
     if need_weights:
         weights = _ops.attention_weights(
@@ -219,18 +222,21 @@ def fused(
         batch_first: the layout of inputs and output.
     """
     query, key, value = inputs
-    return _ops.multi_head_attention(
-        query,
-        key,
-        value,
-        *parameters,
-        options.attn_mask,
-        options.key_padding_mask,
-        options.dropout_seed,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        shared_inputs=shared_inputs(query, key, value),
-        batch_first=batch_first,
-        dropout_p=options.dropout_p,
-        causal=options.causal,
-    )[0]
+    try:
+        return _ops.multi_head_attention(
+            query,
+            key,
+            value,
+            *parameters,
+            options.attn_mask,
+            options.key_padding_mask,
+            options.dropout_seed,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            shared_inputs=shared_inputs(query, key, value),
+            batch_first=batch_first,
+            dropout_p=options.dropout_p,
+            causal=options.causal,
+        )[0]
+    except (ValueError, TypeError) as error:
+        errors.pass_on(error)

@@ -12,19 +12,26 @@ import torch
 from torch import Tensor
 
 from mha_ext import checks
+from mha_ext.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["broadcast_mask", "broadcast_padding", "layer_mask", "layer_padding"]
+
+_DTYPES = (torch.bool, *checks.FLOATS)
 
 
 def _require_dtype(where: str, name: str, mask: Tensor) -> None:
     checks.tensor(where, name, mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"{where}: {name} must be bool or floating point, got {mask.dtype}")
+    if mask.dtype not in _DTYPES:
+        raise InvalidTypeError(
+            f"{where}: {name} must be bool or floating point ({checks.FLOAT_NAMES}), got {mask.dtype}"
+        )
+    if mask.layout is not torch.strided or mask.is_nested:
+        checks.strided(where, name, mask)
 
 
 def _require_device(where: str, name: str, mask: Tensor, device: torch.device) -> None:
     if mask.device != device:
-        raise ValueError(f"{where}: {name} must be on query's device {device}, got {mask.device}")
+        raise InvalidValueError(f"{where}: {name} must be on query's device {device}, got {mask.device}")
 
 
 def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
@@ -62,7 +69,7 @@ def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], devic
     elif fits:
         mask = mask.view(1, 1, *shape) if rank == 2 else mask.view(1, 1, 1, *shape)
     if not fits:
-        raise ValueError(
+        raise InvalidValueError(
             f"{where}: attn_mask must have shape (T, S) = {(num_queries, num_keys)}, "
             f"(B * num_heads, T, S) = {(batch * num_heads, num_queries, num_keys)}, "
             f"(B, T, S) = {(batch, num_queries, num_keys)} or be broadcastable to "
@@ -85,7 +92,7 @@ def layer_padding(where: str, mask: Tensor, batch: int, num_keys: int, device: t
         return mask.unsqueeze(0)
     if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_keys:
         expected = f"(B, S) = {(batch, num_keys)} or (S,) = {(num_keys,)}"
-        raise ValueError(f"{where}: key_padding_mask must have shape {expected}, got {tuple(shape)}")
+        raise InvalidValueError(f"{where}: key_padding_mask must have shape {expected}, got {tuple(shape)}")
     return mask
 
 
@@ -115,7 +122,7 @@ def broadcast_mask(where: str, mask: Tensor, batch: tuple[int, ...], sizes: tupl
     shape = mask.shape
     aligned = zip(reversed(shape), reversed(full), strict=False)
     if len(shape) > len(full) or any(given not in (1, size) for given, size in aligned):
-        raise ValueError(f"{where}: attn_mask must be broadcastable to {full}, got {tuple(shape)}")
+        raise InvalidValueError(f"{where}: attn_mask must be broadcastable to {full}, got {tuple(shape)}")
     if len(shape) < 3:
         mask = mask[(None,) * (3 - len(shape))]
     return _flatten_leading(mask, mask.dim() - 3, batch)
@@ -133,5 +140,7 @@ def broadcast_padding(where: str, mask: Tensor, batch: tuple[int, ...], num_keys
     leading = zip(reversed(shape[:-1]), reversed(batch), strict=False)
     misfit = any(given not in (1, size) for given, size in leading)
     if not 1 <= len(shape) <= len(batch) + 1 or shape[-1] != num_keys or misfit:
-        raise ValueError(f"{where}: key_padding_mask must be broadcastable to {(*batch, num_keys)}, got {tuple(shape)}")
+        raise InvalidValueError(
+            f"{where}: key_padding_mask must be broadcastable to {(*batch, num_keys)}, got {tuple(shape)}"
+        )
     return _flatten_leading(mask, len(shape) - 1, batch)

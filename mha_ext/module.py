@@ -12,7 +12,8 @@ from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import has_torch_function
 
-from mha_ext import checks, layer, nested, unused_rows
+from mha_ext import checks, layer, nested, parameters, unused_rows
+from mha_ext.errors import InvalidValueError
 
 __all__ = ["MultiheadAttention"]
 
@@ -53,7 +54,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         rope: not implemented.
 
     Raises:
-        TypeError: a size is not an integer, or ``dropout`` is not a number.
+        TypeError: a size is not an integer, ``dropout`` not a number, or ``dtype`` not a floating one.
         ValueError: sizes are not positive or do not divide, or ``dropout`` is out of range.
         NotImplementedError: an option that is not implemented is set.
 
@@ -99,6 +100,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)  # not the original's: it would create parameters of other shapes
         checks.unsupported(_WHERE, window=window, softcap=softcap, sink=sink, qk_norm=qk_norm, rope=rope)
         checks.dropout_probability(_WHERE, "dropout", dropout)
+        if dtype is not None:
+            checks.float_dtype(_WHERE, "dtype", dtype)
         self.embed_dim = embed_dim = checks.size(_WHERE, "embed_dim", embed_dim)
         self.kdim = embed_dim if kdim is None else checks.size(_WHERE, "kdim", kdim)
         self.vdim = embed_dim if vdim is None else checks.size(_WHERE, "vdim", vdim)
@@ -281,8 +284,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first, fused)
         attention_weights = None
         if fused:
-            parameters = (weights[0], bias, self.out_proj.weight, self.out_proj.bias)
-            out = layer.fused(inputs, parameters, options, self._heads(weights), batch_first)
+            projections = (weights[0], bias, self.out_proj.weight, self.out_proj.bias)
+            out = layer.fused(inputs, projections, options, self._heads(weights), batch_first)
         else:
             out, attention_weights = self._in_pieces(inputs, (weights, bias), (bias_k, bias_v), options)
         out, attention_weights = unused_rows.restore(out, attention_weights, lost, batch_first)
@@ -303,10 +306,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         total = num_heads + 2 * num_kv_heads if len(weights) == 1 else num_heads
         rows = weights[0].shape[0]
         if rows % total:
-            raise ValueError(
-                f"{_WHERE}: num_heads must divide the projections' width, "
-                f"got {num_heads} (and num_kv_heads {num_kv_heads}) for {rows} rows"
-            )
+            name = "in_proj_weight" if len(weights) == 1 else "q_proj_weight"
+            heads_of = f"num_heads {num_heads}, num_kv_heads {num_kv_heads}"
+            raise InvalidValueError(f"{_WHERE}: {name} must have a multiple of {total} rows ({heads_of}), got {rows}")
         return heads
 
     def _in_pieces(
@@ -319,9 +321,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The layer step by step, calling ``out_proj`` as the module that it is."""
         (weights, bias), (bias_k, bias_v), batch_first = projections, appended, self.batch_first
         heads = self._heads(weights)
-        if (bias_k is None) != (bias_v is None):
-            missing, other = ("bias_v", "bias_k") if bias_v is None else ("bias_k", "bias_v")
-            raise ValueError(f"{_WHERE}: {missing} must be a tensor because {other} is one, got None")
+        parameters.both_or_none(_WHERE, ("bias_k", "bias_v"), (bias_k, bias_v))
+        parameters.projections(_WHERE, weights, bias, heads, (self.embed_dim, self.kdim, self.vdim))
         q, k, v = layer.project(inputs, weights, bias, heads, batch_first)
         k, v, count = layer.append_keys(k, v, bias_k, bias_v, self.add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, count, batch_first)
@@ -330,17 +331,21 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend_nested(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on nested inputs: padded, masked, and the output given back with query's lengths."""
         if not all(tensor.is_nested for tensor in inputs):
-            raise ValueError(f"{_WHERE}: query, key and value must all be nested or all be dense, got a mixture")
+            kinds = ", ".join("nested" if tensor.is_nested else "dense" for tensor in inputs)
+            raise InvalidValueError(f"{_WHERE}: query, key and value must all be nested or all be dense, got {kinds}")
         if not self.batch_first:
-            raise ValueError(f"{_WHERE}: batch_first must be True for nested inputs, got False")
+            raise InvalidValueError(f"{_WHERE}: batch_first must be True for nested inputs, got False")
         if options.attn_mask is not None or options.key_padding_mask is not None:
-            raise ValueError(f"{_WHERE}: attn_mask and key_padding_mask must be None for nested inputs, got a mask")
+            raise InvalidValueError(
+                f"{_WHERE}: attn_mask and key_padding_mask must be None for nested inputs, got a mask"
+            )
         query, key, value = inputs
         q, real_queries = nested.pad(query)
         k, real_keys = (q, real_queries) if key is query else nested.pad(key)
         v, real_values = (k, real_keys) if value is key else nested.pad(value)
         if not torch.equal(real_keys, real_values):
-            raise ValueError(f"{_WHERE}: value must have key's lengths, got {real_values.sum(1).tolist()}")
+            lengths, got = real_keys.sum(1).tolist(), real_values.sum(1).tolist()
+            raise InvalidValueError(f"{_WHERE}: value must have key's lengths {lengths}, got {got}")
         out, weights = self._attend((q, k, v), options._replace(key_padding_mask=real_keys.logical_not()))
         if weights is not None:
             padding = real_queries.logical_not().unsqueeze(-1)

@@ -62,7 +62,7 @@ def test_is_causal_is_a_truth_value(is_causal: Any) -> None:
         ),
         ({"bias_k": x(1, 1, 12), "bias_v": x(1, 1, 12).half()}, TypeError, "bias_v must have .* dtype .*32, got .*16"),
         ({"out_proj_weight": x(10, 11)}, ValueError, r"out_proj_weight must have shape \(E_out, 12\), got \(10, 11\)"),
-        ({"out_proj_weight": None}, ValueError, "out_proj_weight must be a tensor, got None"),
+        ({"out_proj_weight": None}, TypeError, "out_proj_weight must be a tensor, got None"),
         ({"out_proj_bias": x(12)}, ValueError, r"out_proj_bias must have shape \(10,\), got \(12,\)"),
         ({"out_proj_bias": np.zeros(10)}, TypeError, "out_proj_bias must be a tensor, got ndarray"),
         ({"query": None}, TypeError, "query must be a tensor, got NoneType"),

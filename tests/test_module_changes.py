@@ -167,9 +167,9 @@ def test_assigned_attributes_act_as_in_the_original(change: Callable[[Any], None
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("num_heads", 3, "num_heads must divide the projections' width, got 3"),
-        ("bias_k", nn.Parameter(torch.zeros(1, 1, EMBED)), "bias_v must be a tensor because bias_k is one, got None"),
-        ("bias_v", nn.Parameter(torch.zeros(1, 1, EMBED)), "bias_k must be a tensor because bias_v is one, got None"),
+        ("num_heads", 3, r"in_proj_weight must have a multiple of 9 rows \(num_heads 3, num_kv_heads 3\), got"),
+        ("bias_k", nn.Parameter(torch.zeros(1, 1, EMBED)), "bias_v must be a tensor because bias_k is given, got None"),
+        ("bias_v", nn.Parameter(torch.zeros(1, 1, EMBED)), "bias_k must be a tensor because bias_v is given, got None"),
         ("dropout", 1.5, r"dropout must be in \[0, 1\), got 1.5"),
     ],
 )
