@@ -17,7 +17,7 @@ import pytest
 import torch
 from cases import LOWER_RIGHT, UPPER_LEFT, Case, Problem, exact
 from faults import ATTENTION, LAYER, Fault
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from layer_cases import EMBED, HEADS, MODES, causal_mask, exact_layer, last_hidden, make, mode, pair, sequence
 from other_libraries import (
@@ -181,7 +181,12 @@ def sweep_ort(sizes: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
 
 
 def sweep_jax(sizes: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
-    against_jax(problem_of(drawn(sizes, dtype), seed, empty_rows=False))
+    try:
+        against_jax(problem_of(drawn(sizes, dtype), seed, empty_rows=False))
+    except RuntimeError as error:
+        if "ALG_DOT_BF16" not in str(error):  # its CPU compiler has no product of bfloat16 for some tiny sizes
+            raise
+        reject()
 
 
 ORT_DTYPES, JAX_DTYPES = (torch.float64, torch.float32, HALF), (torch.float64, torch.float32, torch.bfloat16)
