@@ -8,6 +8,7 @@ says how, and ours is compared with the exact answer alone.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ from other_libraries import (
     ORT,
     drawn,
     jax_attention,
+    need,
     ort_attention,
     ort_contrib_attention,
     ort_grouped_attention,
@@ -380,3 +382,11 @@ def test_three_way_names_who_is_off(off: str, places: int) -> None:
     results[places] = results[places] + 1
     with pytest.raises(AssertionError, match=rf"^{off} is off"):
         three_way("out", JAX, tuple(results), (limit, limit))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the oracles cannot be had for Python 3.10")
+def test_a_missing_oracle_fails_in_ci_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ci, outcome in (("", pytest.skip.Exception), ("true", pytest.fail.Exception)):
+        monkeypatch.setenv("CI", ci)
+        with pytest.raises(outcome, match="no_such_oracle is not installed"):
+            need("no_such_oracle")
