@@ -8,6 +8,7 @@
 torch.Size([2, 10, 32])
 """
 
+from mha_ext import _decompositions as _decompositions  # registers what ONNX export uses
 from mha_ext import _flops as _flops  # registers the operation counts
 from mha_ext import errors, functional, reference
 from mha_ext._C import available_cpu_capabilities, build_info, cpu_capability, set_cpu_capability

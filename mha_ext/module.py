@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.overrides import has_torch_function
 
 from mha_ext import checks, layer, nested, parameters, unused_rows
 from mha_ext.errors import InvalidValueError
@@ -19,6 +18,8 @@ __all__ = ["MultiheadAttention"]
 
 _WHERE = "MultiheadAttention"
 _PLAIN_LINEAR = (NonDynamicallyQuantizableLinear, nn.Linear)
+_PLAIN_TENSORS = (nn.Parameter, Tensor)
+_PLAIN_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 # What the code of PyTorch's encoder layer and encoder mentions, and code copied from them: it goes on to read the
 # weights and skip `forward`.
@@ -279,7 +280,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
         bias_k, bias_v = self.bias_k, self.bias_v
         appends = self.add_zero_attn or not (bias_k is bias_v is None)
-        plain = _is_plain(self.out_proj) and not has_torch_function((*weights, bias, self.out_proj.weight))
+        plain = _is_plain(self.out_proj) and _are_plain((*weights, bias, self.out_proj.weight))
         fused = plain and len(weights) == 1 and not (options.need_weights or appends)
         inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first, fused)
         attention_weights = None
@@ -351,6 +352,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             padding = real_queries.logical_not().unsqueeze(-1)
             weights = weights.masked_fill(padding if options.average_weights else padding.unsqueeze(1), 0.0)
         return nested.unpad(out, real_queries, query), weights
+
+
+def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether no tensor is of a class that defines PyTorch's functions for itself: those may know only ``F.linear``."""
+    return all(tensor is None or type(tensor) in _PLAIN_TENSORS or _is_plain_kind(type(tensor)) for tensor in tensors)
+
+
+def _is_plain_kind(kind: type[Tensor]) -> bool:
+    function = kind.__torch_function__
+    return getattr(function, "__func__", function) in _PLAIN_FUNCTIONS
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -1,0 +1,48 @@
+"""Our operators as compositions of ATen operators, for tools that translate a model operator by operator: ONNX export.
+
+``torch.onnx.export`` takes apart what it cannot translate by PyTorch's table of decompositions, so entering ours there
+is all it takes, for a module as for a program that ``torch.export`` made before. Compilers keep the operators: they
+read lists of their own. Fake tensors would read this table too when sizes are symbolic; the entry in the table of
+Meta functions keeps them at the operators' own Meta kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._decomp import register_decomposition
+
+from mha_ext._ops import operators
+
+__all__: list[str] = []
+
+# The kernels under vmap's key are compositions of ATen operators without in-place steps.
+_COMPOSITION, _META = DispatchKeySet(DispatchKey.FuncTorchBatched), DispatchKeySet(DispatchKey.Meta)
+
+
+def _kernel(operator: torch._ops.OpOverload[..., Any], keys: DispatchKeySet) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator.redispatch(keys, *args, **kwargs)
+
+    return call
+
+
+_per_head_weights = _kernel(operators.attention_weights.default, _COMPOSITION)
+
+
+def _attention_weights(query: Tensor, key: Tensor, *tensors: Tensor | None, average: bool, **options: Any) -> Tensor:
+    """All heads at once: the composition saves memory by going head by head, a graph grows with it."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights: Tensor = _per_head_weights(query.to(wide), key.to(wide), *tensors, average=False, **options)
+    return (weights.mean(1) if average else weights).to(query.dtype)
+
+
+for _operator in (operators.attention, operators.attention_weights, operators.multi_head_attention):
+    _overload = _operator.default
+    _averages = _operator is operators.attention_weights
+    register_decomposition(_overload)(_attention_weights if _averages else _kernel(_overload, _COMPOSITION))
+    register_decomposition(_overload, type="meta")(_kernel(_overload, _META))
