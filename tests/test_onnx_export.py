@@ -135,6 +135,7 @@ def test_more_layers(name: str) -> None:
     check_layer(*MORE_LAYERS[name])
 
 
+@pytest.mark.long
 def test_program_exported_before() -> None:
     """torch.export first, as a program of our operators, then ONNX; NaN behind the padding stays there."""
     model = Layer(make(), need_weights=False).eval()

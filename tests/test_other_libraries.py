@@ -173,7 +173,7 @@ SEEDS = st.integers(0, 2**31)
 test_onnx_attention_sweep = settings(max_examples=60, derandomize=True)(
     given(DRAWN, st.sampled_from(ORT_DTYPES), SEEDS)(sweep_ort)
 )
-test_jax_sweep = settings(max_examples=5, derandomize=True)(given(DRAWN, st.sampled_from(JAX_DTYPES), SEEDS)(sweep_jax))
+test_jax_sweep = settings(max_examples=3, derandomize=True)(given(DRAWN, st.sampled_from(JAX_DTYPES), SEEDS)(sweep_jax))
 test_onnx_attention_long_sweep = pytest.mark.long(
     settings(max_examples=3000)(given(DRAWN, st.sampled_from(ORT_DTYPES), SEEDS)(sweep_ort))
 )
@@ -185,13 +185,13 @@ test_jax_long_sweep = pytest.mark.long(
 # ---------------------------------------------------------------------------------------------------------------- JAX
 JAX_CASES = (
     (torch.float64, {"H": 4, "H_kv": 2, "T": 5, "S": 9, "causal": UPPER_LEFT, "mask": "float:BHTS"}),
-    (torch.float64, {"T": 9, "S": 5, "scale": 0.3, "mask": "bool:B1TS", "padding": "bool"}),
-    (torch.float32, {"H": 4, "H_kv": 1, "D": 40, "scale": -0.7}),
     (torch.float32, {"mask": "float:1HTS", "causal": UPPER_LEFT, "padding": "bool"}),
     (torch.bfloat16, {"H": 4, "H_kv": 2, "causal": UPPER_LEFT}),
     (torch.bfloat16, {"mask": "float:11TS", "T": 5, "S": 33}),
 )
-MORE_FOR_JAX = tuple((dtype, sizes) for dtype in JAX_DTYPES for sizes in SHAPES + MASKS if "D_v" not in sizes)
+MORE_FOR_JAX = tuple(
+    (dtype, sizes) for dtype in JAX_DTYPES for sizes in (*SHAPES, *MASKS, {"scale": -0.7}) if "D_v" not in sizes
+)
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), JAX_CASES, ids=str)
