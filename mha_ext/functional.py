@@ -140,7 +140,7 @@ def scaled_dot_product_attention(
     num_queries, num_keys = query.shape[2], key.shape[2]
     causal = _ALIGNMENTS[causal_alignment] if is_causal else 0
     if attn_mask is not None:
-        if type(attn_mask).__module__ == "torch.nn.attention.bias":  # importing that imports the compiler
+        if masks.is_causal_bias(attn_mask):
             causal, attn_mask = _causal_of_bias(where, attn_mask, (num_queries, num_keys), causal), None
         else:
             sizes = (query.shape[1], num_queries, num_keys)
@@ -290,9 +290,9 @@ def multi_head_attention_forward(
     static = (static_k, static_v)
     if not (static_k is static_v is None):
         static = parameters.static_heads(where, static, bias_k, sizes, num_heads, query)
-        sizes = sizes if static[0] is None else sizes._replace(num_keys=static[0].shape[2])
     if not sizes.batched:
         inputs = layer.add_batch_axis(inputs, 1)
+    inputs, sizes = _without_replaced(inputs, static, sizes)
     options = layer.Options(
         attn_mask,
         key_padding_mask,
@@ -307,9 +307,7 @@ def multi_head_attention_forward(
     attention_weights: Tensor | None = None
     appends = add_zero_attn or bias_k is not None
     fused = not (packed is None or need_weights or appends or static != (None, None))
-    lost = None
-    if static == (None, None):
-        inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first=False, fused=fused)
+    inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first=False, fused=fused)
     if packed is not None and fused:
         projections = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
         out = layer.fused(inputs, projections, options, heads, batch_first=False)
@@ -324,3 +322,19 @@ def multi_head_attention_forward(
         out = out.squeeze(1)
         attention_weights = None if attention_weights is None else attention_weights.squeeze(0)
     return out, attention_weights
+
+
+def _without_replaced(
+    inputs: layer.QKV, static: tuple[Tensor | None, Tensor | None], sizes: checks.LayerSizes
+) -> tuple[layer.QKV, checks.LayerSizes]:
+    """The inputs with zeros in place of a key or value that static heads replace, and the sizes with their length."""
+    heads = static[0] if static[0] is not None else static[1]
+    if heads is None:
+        return inputs, sizes
+    num_keys = heads.shape[2]
+    query, *others = inputs
+    key, value = (
+        other if given is None else other.new_zeros(()).expand(num_keys, sizes.batch, other.shape[2])
+        for given, other in zip(static, others, strict=True)
+    )
+    return (query, key, value), sizes._replace(num_keys=num_keys)

@@ -14,19 +14,36 @@ from torch import Tensor
 from mha_ext import checks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["broadcast_mask", "broadcast_padding", "layer_mask", "layer_padding"]
+__all__ = ["broadcast_mask", "broadcast_padding", "is_causal_bias", "layer_mask", "layer_padding"]
 
 _DTYPES = (torch.bool, *checks.FLOATS)
 
 
-def _require_dtype(where: str, name: str, mask: Tensor) -> None:
+def is_causal_bias(mask: object) -> bool:
+    """Whether a mask is a ``torch.nn.attention.bias.CausalBias``, told without an import that imports the compiler."""
+    kind = type(mask)
+    return kind is not Tensor and any(base.__module__ == "torch.nn.attention.bias" for base in kind.__mro__)
+
+
+def _usable(where: str, name: str, mask: Tensor) -> Tensor:
+    """The mask, such that the operators may keep it for the backward pass.
+
+    Raises:
+        TypeError: it is no dense tensor, neither bool nor floating point, or a CausalBias, whose numbers mean nothing.
+    """
     checks.tensor(where, name, mask)
+    if is_causal_bias(mask):
+        expected = "a plain tensor (is_causal=True is causal)"
+        raise InvalidTypeError(f"{where}: {name} must be {expected}, got {type(mask).__name__}")
     if mask.dtype not in _DTYPES:
         raise InvalidTypeError(
             f"{where}: {name} must be bool or floating point ({checks.FLOAT_NAMES}), got {mask.dtype}"
         )
     if mask.layout is not torch.strided or mask.is_nested:
         checks.strided(where, name, mask)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
+        mask = mask.clone()  # one that was made in inference mode cannot be saved
+    return mask
 
 
 def _require_device(where: str, name: str, mask: Tensor, device: torch.device) -> None:
@@ -51,7 +68,7 @@ def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], devic
         TypeError: neither bool nor floating point.
         ValueError: the shape does not fit, or the device differs.
     """
-    _require_dtype(where, "attn_mask", mask)
+    mask = _usable(where, "attn_mask", mask)
     _require_device(where, "attn_mask", mask, device)
     batch, num_heads, num_queries, num_keys = sizes
     shape = mask.shape
@@ -85,7 +102,7 @@ def layer_padding(where: str, mask: Tensor, batch: int, num_keys: int, device: t
         TypeError: neither bool nor floating point.
         ValueError: the shape does not fit, or the device differs.
     """
-    _require_dtype(where, "key_padding_mask", mask)
+    mask = _usable(where, "key_padding_mask", mask)
     _require_device(where, "key_padding_mask", mask, device)
     shape = mask.shape
     if len(shape) == 1 and shape[0] == num_keys:
@@ -117,7 +134,7 @@ def broadcast_mask(where: str, mask: Tensor, batch: tuple[int, ...], sizes: tupl
         TypeError: neither bool nor floating point.
         ValueError: the shape does not broadcast.
     """
-    _require_dtype(where, "attn_mask", mask)
+    mask = _usable(where, "attn_mask", mask)
     full = (*batch, *sizes)
     shape = mask.shape
     aligned = zip(reversed(shape), reversed(full), strict=False)
@@ -135,7 +152,7 @@ def broadcast_padding(where: str, mask: Tensor, batch: tuple[int, ...], num_keys
         TypeError: neither bool nor floating point.
         ValueError: the shape does not broadcast.
     """
-    _require_dtype(where, "key_padding_mask", mask)
+    mask = _usable(where, "key_padding_mask", mask)
     shape = mask.shape
     leading = zip(reversed(shape[:-1]), reversed(batch), strict=False)
     misfit = any(given not in (1, size) for given, size in leading)

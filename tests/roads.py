@@ -32,6 +32,7 @@ SIZES = {
 }
 SHAPES = ("TS", "BHxTS", "B.TS", "BHTS", "B1TS", "1HTS", "S", "1S", "T1", "B11S", "1.TS", "1x1")
 KINDS = ("bool", "float64", "float32", "bfloat16", "float16", "empty rows", "-inf float32")
+SELVES = ("self", "query is key", "query is value")
 NEEDS = (None, "mean", "per_head")
 
 
@@ -46,7 +47,7 @@ class Setting:
     widths: str = "same"
     bias: bool = True
     appended: str = "none"  # "bias", "zero", "both"
-    sharing: str = "self"  # "key is value", "none"
+    sharing: str = "self"  # "key is value", "query is key", "query is value", "none"
     sizes: str = "square"
     causal: bool = False
     mask: str = "none"  # KINDS
@@ -60,7 +61,7 @@ class Setting:
         s = self
         if s.widths != "same":
             s = replace(s, sharing="none")
-        if s.sharing == "self":
+        if s.sharing in SELVES:
             s = replace(s, sizes="square")
         if s.planted != "nothing" and s.padding == "none" and s.mask == "none":
             s = replace(s, padding="bool")
@@ -75,7 +76,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "widths": ("same", "same", "kdim", "vdim", "both"),
     "bias": (True, False),
     "appended": ("none", "none", "bias", "zero", "both"),
-    "sharing": ("self", "key is value", "none"),
+    "sharing": (*SELVES, "key is value", "none"),
     "sizes": tuple(SIZES),
     "causal": (False, True),
     "mask": ("none", *KINDS),
@@ -165,8 +166,13 @@ def build(setting: Setting, seed: int = 0) -> Layer:
     sizes = (batch, heads, queries, keys)
     mask, padding = make_mask(s, sizes, g), make_padding(s, batch, keys, g)
     who = truth.rules(sizes, _hides(mask, padding, sizes), int(s.causal), appended)
-    value = key if s.sharing != "none" else value
-    inputs = (key if s.sharing == "self" else query, key, value)
+    shared = {
+        "self": (key, key, key),
+        "key is value": (query, key, key),
+        "query is key": (key, key, value),
+        "query is value": (value, key, value),
+    }
+    inputs = shared.get(s.sharing, (query, key, value))
     result = Layer(s, module, inputs, mask, padding, normal(batch, queries, EMBED), torch.empty(0), who)
     result.grad_out = result.grad_out.to(result.dtype)
     result.grad_weights = normal(batch, heads, queries, keys + appended).to(result.dtype)
@@ -195,17 +201,20 @@ def plant(layer: Layer) -> None:
         return
     for x in {id(key): key, id(value): value}.values():
         x[unseen] = float(kind)
-    if query is not key:
+    if layer.setting.sharing not in SELVES:
         query[layer.who.blind_queries()] = float(kind)
 
 
 # ----------------------------------------------------------------------------------------------------------- the truth
+def _places(layer: Layer) -> list[str]:
+    """For query, key and value the name of the first place where the same tensor appears."""
+    names = ("query", "key", "value")
+    return [names[[y is x for y in layer.inputs].index(True)] for x in layer.inputs]
+
+
 def _named(layer: Layer) -> dict[str, Tensor]:
     """Inputs by the name of the first place where they appear, and floating masks."""
-    query, key, value = layer.inputs
-    named = {"query": query}
-    named |= {} if key is query else {"key": key}
-    named |= {} if value is key else {"value": value}
+    named = dict(zip(reversed(_places(layer)), reversed(layer.inputs), strict=True))
     for name, mask in (("attn_mask", layer.attn_mask), ("key_padding_mask", layer.padding)):
         if mask is not None and mask.is_floating_point():
             named[name] = mask
@@ -230,9 +239,7 @@ def _answers(layer: Layer, dtype: torch.dtype) -> dict[str, Any]:
     sizes = (batch, module.num_heads, queries, layer.inputs[1].shape[1])
     appended = int(module.bias_k is not None) + int(module.add_zero_attn)
     who = truth.rules(sizes, _hides(mask, padding, sizes), int(layer.setting.causal), appended, dtype)
-    query = named["query"]
-    key = named.get("key", query)
-    inputs = tuple(x.to(dtype) for x in (query, key, named.get("value", key)))
+    inputs = tuple(named[n].to(dtype) for n in _places(layer))
     heads = (module.num_heads, module.num_kv_heads, module.head_dim)
     cast = {n: p.to(dtype) for n, p in parameters.items()}
     out, each = truth.layer(cast, inputs, heads, who, module.add_zero_attn, pairwise=exact)
@@ -318,11 +325,9 @@ def call(
     s, module = layer.setting, layer.module
     named = {n: x.detach() for n, x in _named(layer).items()}
     leaves = {n: x.requires_grad_(grads) for n, x in named.items()}
-    query = leaves["query"]
-    key = leaves.get("key", query)
     lay = {"sequence first": lambda x: x.transpose(0, 1), "unbatched": lambda x: x[0]}.get(s.layout, lambda x: x)
-    shaped = {id(x): lay(x) for x in (query, key, leaves.get("value", key))}
-    inputs = [shaped[id(x)] for x in (query, key, leaves.get("value", key))]
+    shaped = {n: lay(leaves[n]) for n in dict.fromkeys(_places(layer))}
+    inputs = [shaped[n] for n in _places(layer)]
     with _mode(module, mode, s.autocast):
         out, weights = how(
             module, *inputs,
@@ -366,7 +371,7 @@ def check_gradients(layer: Layer, name: str, need: str | None, grads: dict[str, 
     """Gradients are the truth's; beside visible NaN, or NaN in a query of self-attention, only where NaN is counts."""
     s, want = layer.setting, layer.want[f"grads of {need}"]
     peers = layer.limits.get(f"grads of {need}", {})
-    if s.planted not in ("nothing", "visible nan") and s.sharing == "self":
+    if s.planted not in ("nothing", "visible nan") and s.sharing in SELVES:
         return
     sizes = dict.fromkeys(("input", "parameter", "mask"), 0.0)
     for n, x in want.items():

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from switches import threads
 
-LAYERS = pairwise(roads.FACTORS)
+PLAIN = {"appended": ("none",), "widths": ("same",)}  # what the layer in one operator takes
+LAYERS = pairwise(roads.FACTORS) + pairwise({**roads.FACTORS, **PLAIN}, seed=1)
 HEADS = pairwise(roads_heads.FACTORS)
 PARTS = 10
 
