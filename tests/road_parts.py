@@ -34,7 +34,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def limit(want: Tensor, peer: Tensor | None, dtype: torch.dtype, size: float = 0.0) -> float:
-    """Twice the error of the same equations as matrix products in the dtype, and roundings of what cancels (``size``)."""
+    """Twice the error of the same equations as matrix products in the dtype, and roundings of what cancels, size."""
     finite = want.nan_to_num(0.0, 0.0, 0.0)
     if peer is None:
         return double_limit(finite, 16) * max(1.0, size)
