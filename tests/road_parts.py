@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from tolerances import double_limit, peer_limit, roundoff
+from tolerances import double_limit, growth, peer_limit, roundoff
 from torch import Tensor
 
 
@@ -39,3 +39,9 @@ def limit(want: Tensor, peer: Tensor | None, dtype: torch.dtype, size: float = 0
     if peer is None:
         return double_limit(finite, 16) * max(1.0, size)
     return peer_limit(torch.where(want.isfinite(), peer.double(), finite), finite, dtype) + 4 * roundoff(dtype) * size
+
+
+def weights_limit(want: Tensor, peer: Tensor | None, dtype: torch.dtype) -> float:
+    """``limit`` for weights that are recomputed as exp(s - lse): on top, the error of lse, a sum over keys."""
+    size = float(want.nan_to_num(0.0).abs().max())
+    return limit(want, peer, dtype) + 2 * growth(max(want.shape[-1], 8), dtype) * size
