@@ -375,7 +375,7 @@ def check_gradients(layer: Layer, name: str, need: str | None, grads: dict[str, 
         return
     sizes = dict.fromkeys(("input", "parameter", "mask"), 0.0)
     for n, x in want.items():
-        summed = _summed_pairs(layer, n, need) if "mask" in n else x
+        summed = x.nan_to_num(0.0).abs().max() + _summed_pairs(layer, n, need) if "mask" in n else x
         sizes[_kind(n)] = max(sizes[_kind(n)], float(summed.nan_to_num(0.0, 0.0, 0.0).abs().max()))
     for n, grad in grads.items():
         if s.planted == "visible nan" and _kind(n) != "input":

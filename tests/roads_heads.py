@@ -279,7 +279,7 @@ def check(call: Call) -> None:
     )
     sizes = {n: x.nan_to_num(0.0, 0.0, 0.0).abs() for n, x in call.want["grads"].items()}
     masks = ("attn_mask", "key_padding_mask")
-    sizes |= {n: _summed(call.want["pairs"], n, sizes[n].shape) for n in masks if n in sizes}
+    sizes |= {n: sizes[n] + _summed(call.want["pairs"], n, sizes[n].shape) for n in masks if n in sizes}
     inputs = max(float(sizes[n].max()) for n in ("query", "key", "value"))
     for (name, leaf), grad in zip(wanted.items(), found, strict=True):
         assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype), name
