@@ -373,7 +373,8 @@ def check_gradients(layer: Layer, name: str, need: str | None, grads: dict[str, 
     peers = layer.limits.get(f"grads of {need}", {})
     if s.planted != "nothing" and s.sharing in SELVES:  # test_unused_rows.py: a NaN query passes no gradient
         return
-    sizes = dict.fromkeys(("input", "parameter", "mask"), 0.0)
+    # Rounding stays of scores' gradients that cancel, whatever is made of them.
+    sizes = dict.fromkeys(("input", "parameter", "mask"), float(layer.want[f"pairs of {need}"].max()))
     for n, x in want.items():
         summed = x.nan_to_num(0.0).abs().max() + _summed_pairs(layer, n, need) if "mask" in n else x
         sizes[_kind(n)] = max(sizes[_kind(n)], float(summed.nan_to_num(0.0, 0.0, 0.0).abs().max()))

@@ -57,6 +57,10 @@ class Setting:
     planted: str = "nothing"
     asks: str | None = None
 
+    @property
+    def dim_scale(self) -> float:
+        return self.sizes[2] ** -0.5 if self.scale is None else self.scale
+
     def consistent(self) -> Setting:
         """The nearest setting that can be built: nothing is planted into memory that rows share."""
         shared = self.planted != "nothing" and self.strides in ("expanded", "rows alike")
@@ -226,7 +230,10 @@ def _answers(call: Call, dtype: torch.dtype) -> dict[str, Any]:
     )
     grads = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), found, strict=False)}
     pairs = truth.cancelling(got.weights.detach(), found[-1]).reshape(*call.lead, queries, keys)
-    return {"results": {n: x.detach() for n, x in results.items()}, "grads": grads, "pairs": pairs}
+    finite_q, finite_k = (x.detach().nan_to_num(0.0, 0.0, 0.0).abs() for x in (q, k))
+    products = float((finite_q @ finite_k.mT).max()) * abs(s.dim_scale)  # what a score near zero is the sum of
+    found = {"results": {n: x.detach() for n, x in results.items()}, "grads": grads, "pairs": pairs}
+    return {**found, "sizes": {"lse": 1.0 + products}}
 
 
 def _plant(call: Call) -> None:
@@ -267,7 +274,8 @@ def check(call: Call) -> None:
     results = dict(zip(call.grads, (got,) if isinstance(got, Tensor) else got, strict=True))
     for name, result in results.items():
         want, peer = call.want["results"][name], call.peer.get("results", {}).get(name)
-        allowed = (weights_limit if name == "weights" else limit)(want, peer, s.dtype)
+        size = call.want["sizes"].get(name, 0.0)
+        allowed = weights_limit(want, peer, s.dtype) if name == "weights" else limit(want, peer, s.dtype, size)
         assert_within(result, want, allowed, name)
     assert results["out"].dtype == s.dtype
     with torch.inference_mode():
@@ -280,7 +288,7 @@ def check(call: Call) -> None:
     sizes = {n: x.nan_to_num(0.0, 0.0, 0.0).abs() for n, x in call.want["grads"].items()}
     masks = ("attn_mask", "key_padding_mask")
     sizes |= {n: sizes[n] + _summed(call.want["pairs"], n, sizes[n].shape) for n in masks if n in sizes}
-    inputs = max(float(sizes[n].max()) for n in ("query", "key", "value"))
+    inputs = max(float(x.max()) for x in (*(sizes[n] for n in ("query", "key", "value")), call.want["pairs"]))
     for (name, leaf), grad in zip(wanted.items(), found, strict=True):
         assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype), name
         if s.planted == "visible nan" and "mask" in name:
