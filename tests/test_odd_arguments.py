@@ -103,18 +103,6 @@ def test_static_keys_and_values(which: str, separate: bool, add_zero: bool, plan
             assert_within(a, b, double_limit(b, 100), f"grad of {name}")
 
 
-@pytest.mark.parametrize("which", ["static_k", "static_v"])
-def test_static_keys_of_another_length_than_the_values_are_refused(which: str) -> None:
-    x = sequence(4, 2)
-    weight, static = (
-        torch.eye(3 * EMBED, EMBED, dtype=torch.float64),
-        torch.zeros(2 * HEADS, 7, DIM, dtype=torch.float64),
-    )
-    args = (x, x, x, EMBED, HEADS, weight, None, None, None, False, 0.0, weight[:EMBED], None)
-    with pytest.raises(ValueError, match=r"keys and values must have one length with static_k and static_v, got"):
-        functional.multi_head_attention_forward(*args, **{which: static})
-
-
 # ------------------------------------------------------------------------------------------------ masks of unusual make
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
@@ -140,17 +128,6 @@ def test_attention_on_heads_trains_with_masks_made_in_inference_mode(kind: torch
         torch.autograd.grad(functional.scaled_dot_product_attention(q, q, q, **m).sum(), q)[0] for m in (masks, plain)
     )
     assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("kind", [torch.float8_e5m2, torch.float8_e4m3fn])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_float_masks_of_eight_bits(kind: torch.dtype, need_weights: bool) -> None:
-    module, x = make(), sequence(2, 5)
-    values = torch.randint(-3, 4, (5, 5)).float()
-    padding = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5], [0.0] * 5])
-    want = module(x, x, x, attn_mask=values, key_padding_mask=padding, need_weights=need_weights)[0]
-    masks = {"attn_mask": values.to(kind), "key_padding_mask": padding.to(kind)}
-    assert torch.equal(module(x, x, x, need_weights=need_weights, **masks)[0], want)
 
 
 class OwnBias(CausalBias):
