@@ -285,12 +285,13 @@ def as_function(module: Any, query: Tensor, key: Tensor, value: Tensor, **option
     turned = module.batch_first and query.dim() == 3
     if turned:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    weights = {} if module._packed else {f"{n}_proj_weight": getattr(module, f"{n}_proj_weight") for n in "qkv"}
+    packed = module.in_proj_weight
+    weights = {} if packed is not None else {f"{n}_proj_weight": getattr(module, f"{n}_proj_weight") for n in "qkv"}
     out, attended = functional.multi_head_attention_forward(
-        query, key, value, module.embed_dim, module.num_heads, module.in_proj_weight if module._packed else None,
+        query, key, value, module.embed_dim, module.num_heads, packed,
         module.in_proj_bias, module.bias_k, module.bias_v, module.add_zero_attn, module.dropout,
         module.out_proj.weight, module.out_proj.bias, module.training,
-        use_separate_proj_weight=not module._packed, **weights, **options,
+        use_separate_proj_weight=packed is None, **weights, **options,
     )  # fmt: skip
     return out.transpose(0, 1) if turned else out, attended
 
