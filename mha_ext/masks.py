@@ -17,6 +17,7 @@ from mha_ext.errors import InvalidTypeError, InvalidValueError
 __all__ = ["broadcast_mask", "broadcast_padding", "is_causal_bias", "layer_mask", "layer_padding"]
 
 _DTYPES = (torch.bool, *checks.FLOATS)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 
 def is_causal_bias(mask: object) -> bool:
@@ -35,12 +36,12 @@ def _usable(where: str, name: str, mask: Tensor) -> Tensor:
     if is_causal_bias(mask):
         expected = "a plain tensor (is_causal=True is causal)"
         raise InvalidTypeError(f"{where}: {name} must be {expected}, got {type(mask).__name__}")
-    if mask.dtype not in _DTYPES:
-        raise InvalidTypeError(
-            f"{where}: {name} must be bool or floating point ({checks.FLOAT_NAMES}), got {mask.dtype}"
-        )
+    if mask.dtype not in _DTYPES and mask.dtype not in _FLOAT8:
+        raise InvalidTypeError(f"{where}: {name} must be bool or floating point, got {mask.dtype}")
     if mask.layout is not torch.strided or mask.is_nested:
         checks.strided(where, name, mask)
+    if mask.dtype in _FLOAT8:
+        mask = mask.float()  # exact
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
         mask = mask.clone()  # one that was made in inference mode cannot be saved
     return mask

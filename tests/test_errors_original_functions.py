@@ -237,8 +237,6 @@ HEADS = [
     Situation("attn_mask", "be bool or floating point", "torch.uint8", (R,), {"attn_mask": x(5, 7).byte()}, TypeError),
     Situation("attn_mask", "be bool or floating point", "torch.complex64", (R,),
               {"attn_mask": x(5, 7).to(torch.complex64)}, TypeError),
-    Situation("attn_mask", "be bool or floating point .*", "torch.float8_e4m3fn", (R,),
-              {"attn_mask": x(5, 7).to(torch.float8_e4m3fn)}, TypeError),
     Situation("attn_mask", DENSE, "layout torch.sparse_coo", (NotImplementedError,),
               {"attn_mask": x(5, 7).to_sparse()}, TypeError),
     Situation("attn_mask", DENSE, "a nested tensor", (R,),

@@ -205,3 +205,21 @@ def test_masks_of_empty_sequences(sizes: tuple[int, int], appended: tuple[str, .
                              need_weights=need_weights)[0]  # fmt: skip
             assert_within(out, want, double_limit(want, EMBED), str(shape))
             out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_masks_of_eight_bits(kind: torch.dtype) -> None:
+    """Floating masks of every dtype are cast: the result is that of the same numbers in float64."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, n, 8, dtype=torch.float64, generator=g) for n in (5, 7, 7))
+    mask = torch.randn(5, 7, generator=g).to(kind)
+    padding = torch.randn(2, 7, generator=g).to(kind)
+    got = functional.scaled_dot_product_attention(query, key, value, mask, key_padding_mask=padding)
+    bias = mask.to(torch.float64) + padding.to(torch.float64)[:, None, None]
+    want = torch.softmax(query @ key.mT / 8**0.5 + bias, -1) @ value
+    assert_within(got, want, double_limit(want, 7 * 8))
+    module, x = make(), sequence(2, 7)
+    for need_weights in (True, False):
+        got, _ = module(x, x, x, padding, need_weights, mask[:1].expand(7, 7))
+        want, _ = module(x, x, x, padding.double(), need_weights, mask[:1].double().expand(7, 7))
+        assert torch.equal(got, want)
