@@ -1,7 +1,8 @@
 // Three of PyTorch's operators are overridden for CPU tensors:
-// - aten::scaled_dot_product_attention, at the keys AutogradCPU and CPU. It chooses its backend without the dispatcher,
-//   and sends dropout, masks that need gradients, values of another width, odd strides and other ranks than 4 to a
-//   composition that is quadratic in memory. All of them become one call of our attention operator;
+// - aten::scaled_dot_product_attention, at the key AutogradCPU (at CPU it would no longer come apart where programs are
+//   exported, so calls in inference mode get no further than the next two). It chooses its backend without the
+//   dispatcher, and sends dropout, masks that need gradients, values of another width, odd strides and other ranks than
+//   4 to a composition that is quadratic in memory. All of them become one call of our attention operator;
 // - aten::_scaled_dot_product_flash_attention_for_cpu and its backward, at the key CPU: they are what traced and
 //   compiled programs hold.
 // What is not ours to compute, errors included, goes on to PyTorch's own functions.
@@ -10,6 +11,7 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_native.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_native.h>
 #include <ATen/ops/empty_like.h>
@@ -91,6 +93,10 @@ void add_axes(AttentionArguments& a, bool grouped) {
 // false when they, or the mask, do not fit.
 bool broadcast_lead(AttentionArguments& a, bool grouped) {
   const int64_t heads_axis = a.query.dim() - 3;
+  for (int64_t axis = 0; a.attn_mask.defined() && axis <= heads_axis; ++axis) {
+    const int64_t pairs = std::max(a.query.size(axis), grouped && axis == heads_axis ? 1 : a.key.size(axis));
+    if (a.attn_mask.size(axis) != 1 && a.attn_mask.size(axis) != pairs) return false;
+  }
   std::vector<int64_t> lead;
   for (int64_t axis = 0; axis < heads_axis + (grouped ? 0 : 1); ++axis) {
     const std::array<int64_t, 3> sizes{a.query.size(axis), a.key.size(axis), a.value.size(axis)};
@@ -102,9 +108,6 @@ bool broadcast_lead(AttentionArguments& a, bool grouped) {
     std::vector<int64_t> sizes = t->sizes().vec();
     std::copy(lead.begin(), lead.end(), sizes.begin());
     if (t->sizes() != sizes) *t = t->expand(sizes);
-  }
-  for (int64_t axis = 0; a.attn_mask.defined() && axis <= heads_axis; ++axis) {
-    if (a.attn_mask.size(axis) != 1 && a.attn_mask.size(axis) != a.query.size(axis)) return false;
   }
   return true;
 }
@@ -140,14 +143,13 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
   };
   if (!inputs_fit(query, key, value, scale) || !(dropout_p >= 0.0 && dropout_p < 1.0)) return pytorch();
   if (attn_mask.has_value() && (is_causal || !mask_fits(*attn_mask, query, key))) return pytorch();
-  if (!fused_comes_first()) return pytorch();
+  if (!fused_comes_first() || (enable_gqa && query.dim() < 3)) return pytorch();
 
-  const bool grouped = enable_gqa && query.dim() > 2;
   AttentionArguments a{query, key, value, from_optional(attn_mask), {}, {}, dropout_p};
   a.causal = is_causal ? kUpperLeft : kNotCausal;
   a.scale = scale;
-  add_axes(a, grouped);
-  if (!broadcast_lead(a, grouped)) return pytorch();
+  add_axes(a, enable_gqa);
+  if (!broadcast_lead(a, enable_gqa)) return pytorch();
   const std::vector<int64_t> shape = output_shape(a, query.dim());
   const at::Tensor broadcast_query = a.query;
   for (at::Tensor* t : {&a.query, &a.key, &a.value, &a.attn_mask}) *t = merge_batch(*t, broadcast_query);
@@ -156,7 +158,14 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
     a.dropout_seed = at::randint(Seeds::min(), Seeds::max(), {1}, query.options().dtype(at::kLong));
   }
   const at::Tensor out = std::get<0>(call_attention(a));
-  return query.dim() == 4 ? out : out.reshape(shape).contiguous();
+  if (at::globalContext().userEnabledMathSDP() &&
+      at::native::_fused_sdp_choice_cpp(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) ==
+          static_cast<int64_t>(at::SDPBackend::flash_attention)) {
+    return out;
+  }
+  // PyTorch's composition gives a contiguous tensor that no backward pass needs: programs view it and write into it.
+  const at::Tensor result = query.dim() == 4 ? out : out.reshape(shape);
+  return result.is_contiguous() && !result.requires_grad() ? result : result.clone(at::MemoryFormat::Contiguous);
 }
 
 // The arguments of the flash operators, four axes each, or nullopt when they are PyTorch's to compute.
@@ -233,7 +242,6 @@ void install_provider() {
   Silence silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   auto& cpu = registrations.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  cpu.impl(kAttention, TORCH_FN(scaled_dot_product_attention));
   cpu.impl(kFlashForward, TORCH_FN(flash_forward));
   cpu.impl(kFlashBackward, TORCH_FN(flash_backward));
   auto& autograd =

@@ -6,6 +6,7 @@ registered on import and activated only when asked for.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -43,24 +44,32 @@ class _Switch:
         self.lock = threading.RLock()
         self.standing: set[Activation] = set()
         self.blocks: set[Activation] = set()
-        self.replaced: str | None = None
+        self.holds = False
+        self.before: str | None = None  # what was active when this switch took hold
 
     def update(self) -> None:
-        """Bring the registry in line; an implementation that was active before comes back afterwards."""
+        """Bring the registry in line; what was active before comes back afterwards."""
         registry = _registry()
         current = registry.current_flash_attention_impl()
         wanted = bool(self.standing or self.blocks)
-        if wanted and current != _NAME:
-            self.replaced = current
-            registry.activate_flash_attention_impl(_NAME)
-        elif not wanted and current == _NAME:
-            registry.restore_flash_attention_impl()
-            if self.replaced is not None:
-                registry.activate_flash_attention_impl(self.replaced)
-            self.replaced = None
+        if wanted and not (self.holds and current == _NAME):
+            self.holds, self.before = True, current
+            if current != _NAME:
+                registry.activate_flash_attention_impl(_NAME)
+        elif self.holds and not wanted:
+            self.holds = False
+            if current == _NAME and self.before != _NAME:
+                registry.restore_flash_attention_impl()
+                if self.before is not None:
+                    registry.activate_flash_attention_impl(self.before)
+
+    def forked(self) -> None:
+        """In a child process: the lock may have been another thread's."""
+        self.lock = threading.RLock()
 
 
 _switch = _Switch()
+os.register_at_fork(after_in_child=_switch.forked)
 
 
 class Activation:
@@ -86,11 +95,13 @@ def activate() -> Activation:
     Dropout, masks that need gradients, values of another width than keys, any strides and 2-D to N-D inputs are
     included, for which PyTorch would hold a T x S tensor. Left to PyTorch: other devices and dtypes, nested and sparse
     tensors, subclasses, empty inputs, errors, and calls for which ``torch.nn.attention.sdpa_kernel`` rules flash
-    attention out. Programs that are traced (``torch.compile``, ``torch.export``) keep PyTorch's operators; where these
-    are PyTorch's flash attention, they run the kernels while the activation lasts.
+    attention out. In inference mode, under function transforms (``torch.func``) and in traced programs
+    (``torch.compile``, ``torch.export``) only PyTorch's flash attention is replaced, not its composition with a T x S
+    tensor.
 
     The activation holds for all threads of the process. Blocks may be nested and may overlap in several threads: the
-    kernels run until the last one ends.
+    kernels run until the last one ends. The backward pass of what was computed inside may run outside, except under
+    ``torch.utils.checkpoint``, which computes it again: that must happen inside as well.
 
     Returns:
         A context manager; a plain call needs none::
@@ -126,10 +137,16 @@ def activate() -> Activation:
 
 def deactivate() -> None:
     """Undo every ``activate()`` outside ``with`` blocks; PyTorch's own attention comes back when no block is open."""
+    registry = _registry()
+    if registry is None:
+        return
     with _switch.lock:
         _switch.standing.clear()
-        if _registry() is not None:
-            _switch.update()
+        if _switch.before == _NAME:
+            _switch.before = None
+        _switch.update()
+        if not _switch.blocks and registry.current_flash_attention_impl() == _NAME:
+            registry.restore_flash_attention_impl()
 
 
 if _registry() is not None:

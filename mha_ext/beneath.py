@@ -116,4 +116,6 @@ def _between(subclass: type[nn.Module], original: type[nn.Module]) -> Iterator[t
 
 def _calls_super(forward: object) -> bool:
     code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
-    return code is not None and ("__class__" in code.co_freevars or "super" in code.co_names)
+    if code is None or "forward" not in code.co_names:
+        return False
+    return "__class__" in code.co_freevars or "super" in code.co_names

@@ -18,6 +18,7 @@ __all__ = [
     "cast_alike",
     "dense",
     "dropout_probability",
+    "flag",
     "flags",
     "float_dtype",
     "head_dim",
@@ -25,6 +26,7 @@ __all__ = [
     "layer_sizes",
     "number",
     "one_of",
+    "real",
     "same_kind",
     "size",
     "strided",
@@ -118,6 +120,19 @@ def flags(where: str, **given: object) -> None:
             raise InvalidTypeError(f"{where}: {name} must be a bool, got {type(flag).__name__}")
 
 
+def flag(where: str, name: str, given: Any) -> bool:
+    """An option's truth value, of whatever has one beyond doubt: bools and numbers of any kind, None.
+
+    Raises:
+        TypeError: it is something else, a mask or a string in the wrong place, say.
+    """
+    if isinstance(given, torch.SymBool):
+        return given  # type: ignore[return-value]
+    if given is None or isinstance(given, (int, float)) or type(given).__name__ in ("bool", "bool_"):  # NumPy's
+        return bool(given)
+    raise InvalidTypeError(f"{where}: {name} must be a bool, got {type(given).__name__}")
+
+
 def number(where: str, name: str, given: object) -> None:
     """An argument is a real number, or a tensor without axes, which PyTorch takes for one.
 
@@ -128,6 +143,26 @@ def number(where: str, name: str, given: object) -> None:
         return
     if not isinstance(given, Tensor) or given.dim() != 0:
         raise InvalidTypeError(f"{where}: {name} must be a number, got {type(given).__name__}")
+
+
+def real(where: str, name: str, given: Any) -> Any:
+    """The argument as a ``float`` (as it is where it is symbolic).
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is too large for one.
+    """
+    number(where, name, given)
+    if isinstance(given, (float, torch.SymFloat, torch.SymInt)):
+        return given
+    try:
+        return float(given)
+    except OverflowError:
+        raise InvalidValueError(
+            f"{where}: {name} must be finite, got an {type(given).__name__} beyond float64"
+        ) from None
+    except (TypeError, RuntimeError):
+        raise InvalidTypeError(f"{where}: {name} must be a real number, got {given}") from None
 
 
 def integer(where: str, name: str, given: Any) -> int:

@@ -18,6 +18,7 @@ from mha_ext.module import MultiheadAttention
 __all__ = ["ConversionReport", "ModuleReport", "conversion_report", "convert", "revert"]
 
 _ORIGINAL = nn.MultiheadAttention  # as it was at import: somebody may put our class in its place
+_ORIGINAL_FORWARD = _ORIGINAL.forward
 
 
 class ModuleReport(NamedTuple):
@@ -175,6 +176,8 @@ def _to_ours(module: nn.Module, subclasses: bool) -> _Swap:
         return _Swap(None, problem)
     base = beneath.parametrized_base(module)
     own = base or type(module)
+    if _ORIGINAL.forward is not _ORIGINAL_FORWARD:
+        return _Swap(None, "nn.MultiheadAttention.forward was replaced")
     if own is _ORIGINAL:
         ours: type[nn.Module] = MultiheadAttention
     else:
@@ -216,7 +219,7 @@ def _to_original(module: nn.Module) -> _Swap:
         return _Swap(None, "its forward was replaced on the object")
     if module.num_kv_heads != module.num_heads:
         return _Swap(None, f"num_kv_heads {module.num_kv_heads} differs from num_heads {module.num_heads}")
-    if module.head_dim * module.num_heads != module.embed_dim:
+    if not module._has_original_shapes():
         return _Swap(None, f"head_dim {module.head_dim} differs from embed_dim / num_heads")
     base = beneath.parametrized_base(module)
     own = base or type(module)

@@ -47,7 +47,7 @@ class UnsupportedLayoutError(InvalidTypeError, NotImplementedError, ValueError):
     """
 
 
-def pass_on(error: ValueError | TypeError, function: str | None = None) -> NoReturn:
+def pass_on(error: ValueError | TypeError, function: str) -> NoReturn:
     """Raise an operator's refusal, ``<operator>: <argument> must ...``, as one of the classes; other errors unchanged.
 
     Args:
@@ -62,4 +62,4 @@ def pass_on(error: ValueError | TypeError, function: str | None = None) -> NoRet
     if not (colon and operator in _OPERATORS):
         raise error
     kind = InvalidTypeError if isinstance(error, TypeError) else InvalidValueError
-    raise kind(f"{function or operator}: {refusal}") from None
+    raise kind(f"{function}: {refusal}") from None

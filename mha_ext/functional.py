@@ -127,8 +127,8 @@ def scaled_dot_product_attention(
         (torch.Size([2, 4, 3, 8]), [1.0, 2.0, 3.0])
     """
     where = "scaled_dot_product_attention"
-    if type(is_causal) is not bool or type(enable_gqa) is not bool:
-        checks.flags(where, is_causal=is_causal, enable_gqa=enable_gqa)
+    if not (type(is_causal) is type(enable_gqa) is type(return_lse) is bool):
+        checks.flags(where, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         checks.unsupported(where, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink)
     checks.tensors(where, query, key, value)
@@ -149,7 +149,7 @@ def scaled_dot_product_attention(
         key_padding_mask = masks.broadcast_padding(where, key_padding_mask, layout.batch, num_keys)
     checks.dropout_probability(where, "dropout_p", dropout_p)
     if scale is not None:
-        checks.number(where, "scale", scale)
+        scale = checks.real(where, "scale", scale)
     seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
     try:
         out, lse = _ops.attention(
@@ -293,31 +293,30 @@ def multi_head_attention_forward(
     if not sizes.batched:
         inputs = layer.add_batch_axis(inputs, 1)
     inputs, sizes = _without_replaced(inputs, static, sizes)
-    options = layer.Options(
-        attn_mask,
-        key_padding_mask,
-        dropout_p if training else 0.0,
-        None,
-        1 if is_causal else 0,
-        need_weights,
-        average_attn_weights,
-    )
+    if not (type(need_weights) is type(average_attn_weights) is type(is_causal) is bool):
+        need_weights = checks.flag(where, "need_weights", need_weights)
+        average_attn_weights = checks.flag(where, "average_attn_weights", average_attn_weights)
+        is_causal = checks.flag(where, "is_causal", is_causal)
+    dropout_p = dropout_p if training else 0.0
+    causal = 1 if is_causal else 0
+    options = layer.Options(attn_mask, key_padding_mask, dropout_p, None, causal, need_weights, average_attn_weights)
     options = layer.resolve(where, options, sizes, num_heads, query.device)
     heads = (num_heads, num_heads)
-    attention_weights: Tensor | None = None
     appends = add_zero_attn or bias_k is not None
     fused = not (packed is None or need_weights or appends or static != (None, None))
-    inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first=False, fused=fused)
-    if packed is not None and fused:
-        projections = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
-        out = layer.fused(inputs, projections, options, heads, batch_first=False)
-    else:
+
+    def compute(inputs: layer.QKV) -> tuple[Tensor, Tensor | None]:
+        if packed is not None and fused:
+            projections = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
+            return layer.fused(inputs, projections, options, heads, batch_first=False), None
         q, k, v = layer.project(inputs, weights, in_proj_bias, heads, batch_first=False)
         k, v = (x if given is None else given for x, given in zip((k, v), static, strict=True))
         k, v, appended = layer.append_keys(k, v, bias_k, bias_v, add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, appended, batch_first=False)
-        out = F.linear(context, out_proj_weight, out_proj_bias)
-    out, attention_weights = unused_rows.restore(out, attention_weights, lost, batch_first=False)
+        return F.linear(context, out_proj_weight, out_proj_bias), attention_weights
+
+    situation = unused_rows.Situation(options, appends, False, fused)
+    out, attention_weights = unused_rows.run_without_unused_rows(compute, inputs, situation)
     if not sizes.batched:
         out = out.squeeze(1)
         attention_weights = None if attention_weights is None else attention_weights.squeeze(0)

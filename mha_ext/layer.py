@@ -38,6 +38,7 @@ class Options(NamedTuple):
     causal: int = 0
     need_weights: bool = False
     average_weights: bool = True
+    where: str = "attention"  # the function that was called, for messages
 
 
 def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: int, device: torch.device) -> Options:
@@ -47,7 +48,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
         TypeError: a mask is neither bool nor floating point.
         ValueError: a mask's shape or device, or the dropout probability, does not fit.
     """
-    attn_mask, key_padding_mask, dropout_p, _, causal, need_weights, average = options
+    attn_mask, key_padding_mask, dropout_p, _, causal, need_weights, average, _ = options
     if attn_mask is not None:
         shape = (sizes.batch, num_heads, sizes.num_queries, sizes.num_keys)
         attn_mask = masks.layer_mask(where, attn_mask, shape, device)
@@ -57,7 +58,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
     if dropout_p != 0.0:
         checks.dropout_probability(where, "dropout", dropout_p)
         seed = _ops.draw_seed(device)
-    return Options(attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average)
+    return Options(attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average, where)
 
 
 def add_batch_axis(inputs: QKV, axis: int) -> QKV:
@@ -181,13 +182,13 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, num_appended_keys: int, batch_first: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on heads: the context, heads combined, in the layer's layout, and the weights if they are wanted."""
-    mask, padding, dropout_p, seed, causal, need_weights, average = options
+    mask, padding, dropout_p, seed, causal, need_weights, average, where = options
     try:
         out, lse = _ops.attention(
             q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
         )
     except (ValueError, TypeError) as error:
-        errors.pass_on(error)
+        errors.pass_on(error, where)
     weights = None
     if need_weights:
         weights = _ops.attention_weights(
@@ -239,4 +240,4 @@ def fused(
             causal=options.causal,
         )[0]
     except (ValueError, TypeError) as error:
-        errors.pass_on(error)
+        errors.pass_on(error, options.where)

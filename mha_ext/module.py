@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mha_ext import checks, layer, nested, parameters, unused_rows
+from mha_ext import checks, layer, nested, parameters, plain, unused_rows
 from mha_ext.errors import InvalidValueError
 
 __all__ = ["MultiheadAttention"]
 
 _WHERE = "MultiheadAttention"
-_PLAIN_LINEAR = (NonDynamicallyQuantizableLinear, nn.Linear)
-_PLAIN_TENSORS = (nn.Parameter, Tensor)
-_PLAIN_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+_PACKED, _SEPARATE = ("in_proj_weight",), ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 # What the code of PyTorch's encoder layer and encoder mentions, and code copied from them: it goes on to read the
 # weights and skip `forward`.
 _BYPASS = frozenset({"_transformer_encoder_layer_fwd", "use_nested_tensor"})
+_PASSING_ON = frozenset({"__getattr__", "__getattribute__", "_qkv_same_embed_dim", "<lambda>"})  # as wrappers do
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -140,7 +139,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _reset_parameters(self) -> None:
         """Initialise what this module owns, with the random numbers of the original."""
-        for name in ("in_proj_weight",) if self._is_packed() else ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        for name in _PACKED if self._is_packed() else _SEPARATE:
             nn.init.xavier_uniform_(getattr(self, name))
         if self.in_proj_bias is not None:
             nn.init.constant_(self.in_proj_bias, 0.0)
@@ -159,16 +158,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         packed: bool = self.__dict__["_qkv_same_embed_dim"]
         return packed
 
+    def _has_original_shapes(self) -> bool:
+        """Whether the parameters have the shapes that they have in the original: H · D = E, and no shared heads."""
+        packed = self._is_packed()
+        weight, rows = (self.in_proj_weight, 3 * self.embed_dim) if packed else (self.q_proj_weight, self.embed_dim)
+        if weight is None or self.num_kv_heads != self.num_heads:
+            return False
+        return bool(weight.shape[0] == rows)
+
     @property
     def _qkv_same_embed_dim(self) -> bool:
         """Whether ``in_proj_weight`` holds three E x E matrices, as in the original.
 
         False also for PyTorch's encoder, which would otherwise read the weights and skip ``forward``.
         """
-        standard = self.num_kv_heads == self.num_heads and self.num_heads * self.head_dim == self.embed_dim
-        if not (standard and self._is_packed()) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not (self._is_packed() and self._has_original_shapes()):
             return False
-        return _BYPASS.isdisjoint(sys._getframe(1).f_code.co_names)
+        reader: FrameType | None = sys._getframe(1)
+        while reader is not None and reader.f_code.co_name in _PASSING_ON:
+            reader = reader.f_back
+        return reader is None or _BYPASS.isdisjoint(reader.f_code.co_names)
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
@@ -252,6 +261,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._symbolic_call((query, key, value), {**masks, **wanted})
         if kv_cache is not None:
             checks.unsupported(_WHERE, kv_cache=kv_cache)
+        if not (type(need_weights) is type(average_attn_weights) is type(is_causal) is bool):
+            need_weights = checks.flag(_WHERE, "need_weights", need_weights)
+            average_attn_weights = checks.flag(_WHERE, "average_attn_weights", average_attn_weights)
+            is_causal = checks.flag(_WHERE, "is_causal", is_causal)
         inputs = (query, key, value)
         dropout_p = self.dropout if self.training else 0.0
         causal = 1 if is_causal else 0
@@ -271,7 +284,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _attend(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on dense inputs: as one operator where everything is plain, otherwise in pieces."""
-        batch_first, bias = self.batch_first, self.in_proj_bias
+        batch_first, bias = bool(self.batch_first), self.in_proj_bias
         weights = self._input_weights()
         sizes = checks.layer_sizes(_WHERE, inputs, (self.embed_dim, self.kdim, self.vdim), batch_first)
         checks.same_kind(_WHERE, inputs, weights[0])
@@ -280,16 +293,17 @@ class MultiheadAttention(nn.MultiheadAttention):
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
         bias_k, bias_v = self.bias_k, self.bias_v
         appends = self.add_zero_attn or not (bias_k is bias_v is None)
-        plain = _is_plain(self.out_proj) and _are_plain((*weights, bias, self.out_proj.weight))
-        fused = plain and len(weights) == 1 and not (options.need_weights or appends)
-        inputs, lost = unused_rows.without_unused_rows(inputs, options, appends, batch_first, fused)
-        attention_weights = None
-        if fused:
+        is_plain = plain.is_linear(self.out_proj) and plain.are_tensors((*weights, bias, self.out_proj.weight))
+        fused = is_plain and len(weights) == 1 and not (options.need_weights or appends)
+
+        def compute(inputs: layer.QKV) -> tuple[Tensor, Tensor | None]:
+            if not fused:
+                return self._in_pieces(inputs, (weights, bias), (bias_k, bias_v), options)
             projections = (weights[0], bias, self.out_proj.weight, self.out_proj.bias)
-            out = layer.fused(inputs, projections, options, self._heads(weights), batch_first)
-        else:
-            out, attention_weights = self._in_pieces(inputs, (weights, bias), (bias_k, bias_v), options)
-        out, attention_weights = unused_rows.restore(out, attention_weights, lost, batch_first)
+            return layer.fused(inputs, projections, options, self._heads(weights), batch_first), None
+
+        situation = unused_rows.Situation(options, appends, batch_first, fused)
+        out, attention_weights = unused_rows.run_without_unused_rows(compute, inputs, situation)
         if not sizes.batched:
             out = out.squeeze(0 if batch_first else 1)
             attention_weights = None if attention_weights is None else attention_weights.squeeze(0)
@@ -297,13 +311,17 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _input_weights(self) -> tuple[Tensor, ...]:
         """The packed weight of the input projections, or the three; computed here if parametrized."""
-        if self._is_packed():
-            return (self.in_proj_weight,)
-        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        names = _PACKED if self._is_packed() else _SEPARATE
+        weights = tuple(getattr(self, name) for name in names)
+        if any(weight is None for weight in weights):
+            parameters.given(_WHERE, **dict(zip(names, weights, strict=True)))
+        return weights
 
     def _heads(self, weights: tuple[Tensor, ...]) -> tuple[int, int]:
         """The numbers of heads, which may have been assigned, checked against the rows of the weights."""
         num_heads, num_kv_heads = heads = (self.num_heads, self.num_kv_heads)
+        if type(num_heads) is not int or num_heads < 1:
+            checks.size(_WHERE, "num_heads", num_heads)
         total = num_heads + 2 * num_kv_heads if len(weights) == 1 else num_heads
         rows = weights[0].shape[0]
         if rows % total:
@@ -320,7 +338,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         options: layer.Options,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer step by step, calling ``out_proj`` as the module that it is."""
-        (weights, bias), (bias_k, bias_v), batch_first = projections, appended, self.batch_first
+        (weights, bias), (bias_k, bias_v), batch_first = projections, appended, bool(self.batch_first)
         heads = self._heads(weights)
         parameters.both_or_none(_WHERE, ("bias_k", "bias_v"), (bias_k, bias_v))
         parameters.projections(_WHERE, weights, bias, heads, (self.embed_dim, self.kdim, self.vdim))
@@ -352,28 +370,3 @@ class MultiheadAttention(nn.MultiheadAttention):
             padding = real_queries.logical_not().unsqueeze(-1)
             weights = weights.masked_fill(padding if options.average_weights else padding.unsqueeze(1), 0.0)
         return nested.unpad(out, real_queries, query), weights
-
-
-def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether no tensor is of a class that defines PyTorch's functions for itself: those may know only ``F.linear``."""
-    return all(tensor is None or type(tensor) in _PLAIN_TENSORS or _is_plain_kind(type(tensor)) for tensor in tensors)
-
-
-def _is_plain_kind(kind: type[Tensor]) -> bool:
-    function = kind.__torch_function__
-    return getattr(function, "__func__", function) in _PLAIN_FUNCTIONS
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether calling the module is no more than a linear map by its weight and bias: no hooks, no other forward."""
-    return type(module) in _PLAIN_LINEAR and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or nn_module._global_forward_hooks
-        or nn_module._global_forward_pre_hooks
-        or nn_module._global_backward_hooks
-        or nn_module._global_backward_pre_hooks
-        or "forward" in module.__dict__
-    )

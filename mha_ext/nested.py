@@ -6,16 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 __all__ = ["pad", "unpad"]
 
 
-def pad(nested: Tensor) -> tuple[Tensor, Tensor]:
+def pad(nested: Any) -> tuple[Tensor, Tensor]:
     """A nested tensor of ``(length, E)`` parts as ``(B, longest, E)``, and ``(B, longest)`` bool, True = real."""
     parts = nested.unbind()
     lengths = [part.shape[0] for part in parts]
-    # PyTorch refuses to pad a nested tensor without any row.
-    padded = torch.nested.to_padded_tensor(nested, 0.0) if any(lengths) else torch.stack(parts)
+    dense = nested.lengths() is None if nested.layout == torch.jagged else nested.is_contiguous()
+    if dense and any(lengths):
+        padded = torch.nested.to_padded_tensor(nested, 0.0)
+    else:  # PyTorch refuses to pad parts with holes between them, and no row at all
+        padded = pad_sequence(list(parts), batch_first=True)
     positions = torch.arange(padded.shape[1], device=padded.device)
     return padded, positions < torch.tensor(lengths, device=padded.device).unsqueeze(1)
 

@@ -109,6 +109,7 @@ def function_parameters(
     """
     weight, bias = out_proj
     checks.tensor(where, "out_proj_weight", weight)
+    checks.strided(where, "out_proj_weight", weight)
     expected: list[tuple[str, Tensor | None, tuple[int | str, ...]]]
     if len(weights) == 1:
         expected = [("in_proj_weight", weights[0], (3 * embed_dim, embed_dim))]

@@ -1,15 +1,17 @@
-"""Rows of a layer's inputs that are without influence, cleaned.
+"""Rows of a layer's inputs that are without influence, kept out of the gradients.
 
 What is hidden reaches no output, but the gradient of a projection's weight is ``dYᵀ X``: a row of X that holds NaN
 would reach it as 0 · NaN. And in self-attention a hidden key is also a query: its own output is NaN, but as long as the
 loss leaves that output out, no gradient may be. So the row is replaced by zeros on the way in, and its output by NaN,
-which passes no gradient, on the way out.
+which passes no gradient, on the way out. Where the row is finite but overflows on its way, only the output tells: then
+the layer runs again without the row, whose output stays what it was.
 
 The layer's operator cleans what is only a key, or only a query, in its own backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf, nan
 from typing import NamedTuple
 
@@ -18,97 +20,164 @@ from torch import Tensor
 
 from mha_ext.layer import QKV, Options
 
-__all__ = ["Cleaned", "restore", "without_unused_rows"]
+__all__ = ["Situation", "run_without_unused_rows"]
+
+Results = tuple[Tensor, Tensor | None]
 
 
-class Cleaned(NamedTuple):
-    """Inputs of a layer, and the queries ``(B or 1, T)`` whose result was NaN before they were cleaned, if any."""
+class Situation(NamedTuple):
+    """How a layer is about to run."""
 
-    inputs: QKV
-    lost: Tensor | None = None
+    options: Options  # resolved
+    appends: bool  # whether keys are appended, which every query sees
+    batch_first: bool
+    fused: bool  # whether the layer's operator does it
 
 
-def without_unused_rows(inputs: QKV, options: Options, appends: bool, batch_first: bool, fused: bool) -> Cleaned:
-    """Query, key and value with zeros in the keys that no query sees and in the queries that see no key.
+def run_without_unused_rows(compute: Callable[[QKV], Results], inputs: QKV, situation: Situation) -> Results:
+    """The results of a layer, such that what has no influence on them has none on gradients.
 
     Args:
+        compute: the layer, from query, key and value to ``(B, T, E)`` or ``(T, B, E)`` and weights
+            ``(B, [H,] T, S)`` or None.
         inputs: ``(B, T, E)`` or ``(T, B, E)``; what was one tensor stays one tensor.
-        options: resolved.
-        appends: whether keys are appended, which every query sees.
-        batch_first: the layout of the inputs.
-        fused: whether the layer's operator follows.
+        situation: how the layer runs.
     """
+    options, _, batch_first, fused = situation
     query, key, value = inputs
-    is_self = query is key
-    masked = options.attn_mask is not None or options.key_padding_mask is not None
-    # The causal mask of self-attention hides no key, and no query, entirely.
-    if not torch.is_grad_enabled() or not (masked or (options.causal and not is_self)) or (fused and not is_self):
-        return Cleaned(inputs)
-    if all(_is_finite(x) for x in ((query,) if fused and value is key else inputs)):
-        return Cleaned(inputs)
     length = 1 if batch_first else 0
-    no_query, no_key = _unused(options, query.shape[length], key.shape[length], query.device)
-    if appends:
-        no_key = torch.zeros_like(no_key)
+    masked = options.attn_mask is not None or options.key_padding_mask is not None
+    is_self = query.shape[length] == key.shape[length]  # or may be: position i of one goes with i of the other
+    traced = torch._C._get_tracing_state() is not None  # whose graph must not depend on the mode
+    # The causal mask of self-attention hides no key, and no query, entirely.
+    if not (torch.is_grad_enabled() or traced) or not (masked or (options.causal and not is_self)):
+        return compute(inputs)
+    if fused and not is_self:
+        return compute(inputs)
+    lost = None
+    looked_at = (query,) if fused else (query, key, value)
+    if not all(_is_finite(x) for x in looked_at):
+        inputs, lost = _cleaned(inputs, situation, is_self)
+    results = compute(inputs)
+    if is_self and _is_finite(results[0]) is False:
+        results = _again_without_overflow(compute, inputs, situation, results)
+    return results if lost is None else _with_nan(results, lost, batch_first)
 
-    def clean(x: Tensor, unused: Tensor) -> Tensor:
-        return x.masked_fill((unused if batch_first else unused.transpose(0, 1)).unsqueeze(-1), 0.0)
 
+def _cleaned(inputs: QKV, situation: Situation, is_self: bool) -> tuple[QKV, Tensor | None]:
+    """The inputs with zeros in unused rows, and the queries ``(B or 1, T)`` whose results are lost by that, if any."""
+    query, key, value = inputs
+    batch_first = situation.batch_first
+    no_query, no_key = _unused(inputs, situation)
+    cut, lost = no_key, None
     if is_self:
-        broken = query.detach().isfinite().all(-1).logical_not()
-        cut = no_query.logical_and(broken if batch_first else broken.transpose(0, 1))
-        query = key_cleaned = clean(query, cut)
-        lost = cut.logical_and(no_key.logical_not())
-    else:
-        query, key_cleaned, lost = clean(query, no_key), clean(key, no_query), None
-    return Cleaned((query, key_cleaned, key_cleaned if value is key else clean(value, no_query)), lost)
+        broken = _by_batch(query.detach().isfinite().all(-1).logical_not(), batch_first)
+        hidden = no_query.logical_and(broken)
+        lost = hidden.logical_and(no_key.logical_not())
+        cut = hidden if query is key else hidden.logical_or(no_key)
+    query = _zero(query, cut, batch_first)
+    if situation.fused:
+        key = query if inputs[1] is inputs[0] else key
+        return (query, key, key if inputs[2] is inputs[1] else value), lost
+    key = query if inputs[1] is inputs[0] else _zero(key, no_query, batch_first)
+    return (query, key, key if inputs[2] is inputs[1] else _zero(value, no_query, batch_first)), lost
 
 
-def restore(
-    out: Tensor, weights: Tensor | None, lost: Tensor | None, batch_first: bool
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's results with NaN where they were lost: ``(B, T, E)`` or ``(T, B, E)``, and ``(B, [H,] T, S)``."""
-    if lost is None:
-        return out, weights
-    out = out.masked_fill((lost if batch_first else lost.transpose(0, 1)).unsqueeze(-1), nan)
-    if weights is not None:
-        rows = lost.unsqueeze(-1) if weights.dim() == 3 else lost[:, None, :, None]
-        weights = weights.masked_fill(rows.logical_and(weights.detach() != 0), nan)
+def _again_without_overflow(
+    compute: Callable[[QKV], Results], inputs: QKV, situation: Situation, results: Results
+) -> Results:
+    """The results where hidden positions gave no finite output, computed without these; their own stay, constants."""
+    out, weights = results
+    batch_first = situation.batch_first
+    no_query, _ = _unused(inputs, situation)
+    cut = no_query.logical_and(_by_batch(out.detach().isfinite().all(-1).logical_not(), batch_first))
+    if not cut.any():
+        return results
+    query = _zero(inputs[0], cut, batch_first)
+    key = query if inputs[1] is inputs[0] else inputs[1]
+    value = key if inputs[2] is inputs[1] else inputs[2]
+    again, weights_again = compute((query, key, value))
+    out = torch.where(_by_batch(cut, batch_first).unsqueeze(-1), out.detach(), again)
+    if weights is not None and weights_again is not None:
+        weights = torch.where(_as_rows(cut, weights), weights.detach(), weights_again)
     return out, weights
 
 
-def _is_finite(x: Tensor) -> bool:
-    """Whether all values are known to be finite; nobody can look while x is traced, batched or without data."""
+def _with_nan(results: Results, lost: Tensor, batch_first: bool) -> Results:
+    """The results with NaN in the rows that were lost."""
+    out, weights = results
+    out = out.masked_fill(_by_batch(lost, batch_first).unsqueeze(-1), nan)
+    if weights is not None:
+        weights = weights.masked_fill(_as_rows(lost, weights).logical_and(weights.detach() != 0), nan)
+    return out, weights
+
+
+def _by_batch(rows: Tensor, batch_first: bool) -> Tensor:
+    """``(B, T)`` from a layer's layout, and back."""
+    return rows if batch_first else rows.transpose(0, 1)
+
+
+def _as_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    return rows.unsqueeze(-1) if weights.dim() == 3 else rows[:, None, :, None]
+
+
+def _zero(x: Tensor, unused: Tensor, batch_first: bool) -> Tensor:
+    return x.masked_fill(_by_batch(unused, batch_first).unsqueeze(-1), 0.0)
+
+
+def _is_finite(x: Tensor) -> bool | None:
+    """Whether all values are finite; None where nobody can look: traced, batched or without data."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
+        return None
     try:
         return bool(x.detach().sum().isfinite())
     except RuntimeError:
-        return False
+        return None
 
 
-def _unused(options: Options, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _unused(inputs: QKV, situation: Situation) -> tuple[Tensor, Tensor]:
     """True at keys ``(B or 1, S)`` that no query sees, and at queries ``(B or 1, T)`` that see no key, in any head."""
-    if options.attn_mask is None and options.key_padding_mask is not None and not options.causal:
-        hidden = _hides(options.key_padding_mask)
-        return hidden, hidden.all(1, keepdim=True).expand(-1, num_queries)
-    pairs = _hidden_pairs(options, num_queries, num_keys, device)
-    return pairs.all(2).all(1), pairs.all(3).all(1)
+    options, length = situation.options, 1 if situation.batch_first else 0
+    num_queries, num_keys = inputs[0].shape[length], inputs[1].shape[length]
+    mask = options.attn_mask
+    if mask is None or mask.shape[2] == 1:
+        no_query, no_key = _unused_by_key(options, num_queries, num_keys, inputs[0].device)
+    else:
+        pairs = _hidden_pairs(options, num_queries, num_keys, mask)
+        no_query, no_key = pairs.all(2).all(1), pairs.all(3).all(1)
+    return no_query, torch.zeros_like(no_key) if situation.appends else no_key
 
 
-def _hides(mask: Tensor) -> Tensor:
-    """True where a padding mask hides its key."""
-    return mask if mask.dtype == torch.bool else mask == -inf
-
-
-def _hidden_pairs(options: Options, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """True where a query does not see a key, broadcastable to ``(B, H, T, S)``, with full T and S."""
-    queries = torch.arange(num_queries, device=device).unsqueeze(1)
-    hidden = torch.arange(num_keys, device=device) > (queries if options.causal else num_keys)
-    hidden = hidden.expand(1, 1, num_queries, num_keys)
+def _unused_by_key(options: Options, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same where masks hide a key from all queries alike, so that no T x S tensor is needed."""
+    hidden = torch.zeros(1, 1, num_keys, dtype=torch.bool, device=device)
     if options.attn_mask is not None:
-        mask = options.attn_mask
-        hidden = hidden | (mask.logical_not() if mask.dtype == torch.bool else mask == -inf)
+        hidden = hidden | _hides(options.attn_mask, True)[:, :, 0]
     if options.key_padding_mask is not None:
-        hidden = hidden | _hides(options.key_padding_mask)[:, None, None]
+        hidden = hidden | _hides(options.key_padding_mask, False)[:, None]
+    beyond = torch.arange(num_keys, device=device) >= (num_queries if options.causal or not num_queries else num_keys)
+    if not options.causal:
+        return hidden.all(1) | beyond, hidden.all(2).all(1, keepdim=True).expand(-1, num_queries)
+    if num_keys == 0:
+        return hidden.all(1), hidden.new_ones(hidden.shape[0], num_queries)
+    seen = hidden.logical_not().cumsum(2)  # how many of the keys up to j
+    last = torch.arange(num_queries, device=device).clamp(max=num_keys - 1)
+    return hidden.all(1) | beyond, seen[:, :, last].eq(0).all(1)
+
+
+def _hides(mask: Tensor, true_shows: bool) -> Tensor:
+    """True where a mask hides a key."""
+    if mask.dtype == torch.bool:
+        return mask.logical_not() if true_shows else mask
+    return mask == -inf
+
+
+def _hidden_pairs(options: Options, num_queries: int, num_keys: int, mask: Tensor) -> Tensor:
+    """True where a query does not see a key, broadcastable to ``(B, H, T, S)``, with full T and S."""
+    hidden = _hides(mask, True).expand(-1, -1, num_queries, num_keys)
+    if options.causal:
+        queries = torch.arange(num_queries, device=mask.device).unsqueeze(1)
+        hidden = hidden | (torch.arange(num_keys, device=mask.device) > queries)
+    if options.key_padding_mask is not None:
+        hidden = hidden | _hides(options.key_padding_mask, False)[:, None, None]
     return hidden

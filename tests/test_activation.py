@@ -28,12 +28,12 @@ def nothing_stays_active() -> Iterator[None]:
 @pytest.mark.parametrize("name", TAKEN)
 def test_calls_run_the_kernels_and_are_right(name: str) -> None:
     wanted = TAKEN[name].to(torch.float64)
-    want, shape = truth(wanted), wanted().shape
+    want, before = truth(wanted), wanted()
     with mha_ext.activate():
         names = ran(wanted)
         got = wanted.results()
     assert OURS in names and COMPOSITION not in names
-    assert got[0].shape == shape
+    assert (got[0].shape, got[0].stride()) == (before.shape, before.stride())
     for have, exact in zip(got, want, strict=True):
         assert_within(have, exact, double_limit(exact, 13 * 8))
 
@@ -72,11 +72,37 @@ def test_a_float32_mask_goes_with_every_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context: Callable[[], Any]) -> None:
+    """In inference mode only PyTorch's flash attention can be replaced; the bits of the result show by whom."""
     want = truth(TAKEN["causal"])[0]
+    ours = mha_ext.functional.scaled_dot_product_attention(*PLAIN[:3], is_causal=True)
+    three = TAKEN["3-D"]
     with mha_ext.activate(), context():
         wanted = Call(*(x.clone() for x in PLAIN[:3]), {"is_causal": True})
-        assert OURS in ran(wanted)
         assert_within(wanted(), want, double_limit(want, 13 * 8))
+        assert torch.equal(wanted(), ours)
+        out = Call(*(x.clone() for x in three[:3]), three.options)()
+    assert_within(out, truth(three)[0], double_limit(out, 13 * 8))
+
+
+COMPOSED = {
+    "dropout": Call(*TAKEN["layer's strides"][:3], {"dropout_p": 0.25}),
+    **{name: TAKEN[name] for name in ("float mask with gradient", "wide values", "3-D", "odd strides")},
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_outputs_of_compositions_may_be_viewed_and_written(name: str) -> None:
+    """As PyTorch's may: they are contiguous, and no backward pass reads them."""
+    wanted = COMPOSED[name].to(torch.float64)
+    with mha_ext.activate():
+        torch.manual_seed(3)
+        out = wanted()
+        want = torch.autograd.grad(out.sum(), wanted.leaves())
+        torch.manual_seed(3)
+        written = wanted()
+        written.view(-1, written.shape[-1]).mul_(3.0)
+    for have, exact in zip(torch.autograd.grad(written.sum() / 3, wanted.leaves()), want, strict=True):
+        assert_within(have, exact, double_limit(exact, 13 * 8))
 
 
 def test_dropout_is_the_kernels_own() -> None:
@@ -197,6 +223,20 @@ def test_compiled_programs_follow_the_switch(backend: str) -> None:
     with mha_ext.activate():
         assert_within(compiled(), want, double_limit(want, 13 * 8))
     assert compiled().isnan().any()
+
+
+def test_exported_programs_come_apart_as_before() -> None:
+    class Program(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*tensors, is_causal=True)
+
+    def operators() -> list[str]:
+        graph = torch.export.export(Program(), tuple(PLAIN[:3])).run_decompositions().graph
+        return [str(node.target) for node in graph.nodes]
+
+    before = operators()
+    with mha_ext.activate():
+        assert operators() == before
 
 
 def test_traced_programs_follow_the_switch() -> None:

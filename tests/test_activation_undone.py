@@ -56,6 +56,8 @@ LEFT: dict[str, Call] = {
     "heads differ": call(Q, (2, 2, 13, 8), (2, 2, 13, 8)),
     "groups do not fit": call(Q, (2, 3, 13, 8), (2, 3, 13, 8), enable_gqa=True),
     "ranks differ": call(Q, (4, 13, 8), (4, 13, 8)),
+    "grouped without heads": call((9, 8), (13, 8), (13, 8), enable_gqa=True),
+    "mask for values alone": call((1, 1, 3, 8), (1, 1, 3, 8), (1, 3, 3, 8), attn_mask=noise(1, 3, 3, 3)),
     "1-D": call((8,), (8,), (8,)),
     "no keys": call(Q, (2, 4, 0, 8), (2, 4, 0, 8)),
     "no queries": call((2, 4, 0, 8), K, K),
@@ -219,8 +221,30 @@ def test_another_provider_comes_back() -> None:
 def test_pytorchs_own_functions_switch_it_too() -> None:
     torch.nn.attention.activate_flash_attention_impl("mha_ext")
     assert OURS in ran(PLAIN)
+    with mha_ext.activate():
+        pass
+    assert OURS in ran(PLAIN)
     torch.nn.attention.restore_flash_attention_impl()
     assert OURS not in ran(PLAIN)
+    torch.nn.attention.activate_flash_attention_impl("mha_ext")
+    mha_ext.activate()
+    mha_ext.deactivate()
+    assert OURS not in ran(PLAIN)
+
+
+def test_a_child_of_a_process_that_is_switching_can_switch() -> None:
+    """The lock may have been held by a thread that the child does not have."""
+    program = (
+        "import os, signal, threading, mha_ext\nfrom mha_ext import activation\n"
+        "held = threading.Event()\n"
+        "def hold():\n    with activation._switch.lock:\n        held.set(); threading.Event().wait(60)\n"
+        "threading.Thread(target=hold, daemon=True).start(); held.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    signal.alarm(30); mha_ext.activate(); os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "7\n", done.stderr
 
 
 def test_a_torch_without_a_registry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,12 @@ class DefinesAttend(nn.MultiheadAttention):
         return 0
 
 
+class MentionsSuper(nn.MultiheadAttention):
+    def forward(self, query: Tensor, *_args: Any, **_options: Any) -> Any:
+        assert super() is not None
+        return query, None
+
+
 class Sealed(nn.MultiheadAttention):
     def __init_subclass__(cls) -> None:
         raise TypeError("nothing may derive from Sealed")
@@ -282,6 +288,7 @@ LEFT: dict[str, tuple[Any, str]] = {
     "our attribute": (lambda: with_attributes(_num_kv_heads=3), "it has an attribute _num_kv_heads of its own"),
     "no head_dim": (lambda: without("head_dim"), "it lacks the original's attribute head_dim"),
     "own forward": (lambda: OwnForward(EMBED, HEADS), "its own forward does not call super().forward"),
+    "mentions super": (lambda: MentionsSuper(EMBED, HEADS), "its own forward does not call super().forward"),
     "below one": (lambda: BelowOwnForward(EMBED, HEADS), "its own forward does not call super().forward"),
     "a name of ours": (lambda: DefinesAttend(EMBED, HEADS), "it defines _attend, which mha_ext's class needs"),
     "sealed": (lambda: Sealed(EMBED, HEADS), "cannot have another base: nothing may derive from Sealed"),
@@ -309,6 +316,22 @@ def test_a_subclass_may_ask_whether_the_weights_are_packed() -> None:
     for options in ({}, {"kdim": EMBED + 1}):
         module = mha_ext.convert(ReadsPacked(EMBED, HEADS, **options), subclasses=True)
         assert isinstance(module, mha_ext.MultiheadAttention) and module.width == EMBED
+
+
+def test_a_forward_replaced_in_the_originals_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = original()
+    monkeypatch.setattr(nn.MultiheadAttention, "forward", lambda self, *_args, **_options: None)
+    assert type(mha_ext.convert(module)) is nn.MultiheadAttention
+    assert mha_ext.conversion_report(module)[0].reason == "left alone: nn.MultiheadAttention.forward was replaced"
+
+
+def test_assigned_heads_do_not_keep_a_module_from_going_back() -> None:
+    module, x = original(), sequence(2, 5)
+    module.num_heads = HEADS // 2
+    want = module(x, x, x)[0]
+    mha_ext.convert(module)
+    assert_within(module(x, x, x)[0], want, double_limit(want, 100))
+    assert type(mha_ext.revert(module)) is nn.MultiheadAttention
 
 
 def test_a_replaced_forward_of_a_converted_module_stays() -> None:

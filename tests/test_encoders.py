@@ -122,3 +122,17 @@ def test_training_steps_follow_the_original() -> None:
             optimiser.step()
     for got, want in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         assert_within(got, want, 1e6 * growth(100, torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["jagged with holes", "strided, transposed"])
+def test_nested_inputs_whose_parts_do_not_lie_side_by_side(kind: str) -> None:
+    module, x, lengths = make(), sequence(2, 8), (3, 5)
+    if kind == "jagged with holes":
+        nested = torch.nested.narrow(x, 1, 0, torch.tensor(lengths), layout=torch.jagged)
+    else:
+        parts = [part[:n].T.contiguous() for part, n in zip(x, lengths, strict=True)]
+        nested = torch.nested.nested_tensor(parts).transpose(1, 2)
+    out, _ = module(nested, nested, nested, need_weights=False)
+    for got, part, n in zip(out.unbind(), x, lengths, strict=True):
+        want = module(part[:n], part[:n], part[:n])[0]
+        assert_within(got, want, double_limit(want, 100))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,12 +40,12 @@ def test_classes(kind: type[Exception]) -> None:
     ("given", "function", "kind", "message"),
     [
         (ValueError("attention: key must b, got c: d"), "f", errors.InvalidValueError, "f: key must b, got c: d"),
-        (TypeError("attention: key must b, got c"), None, errors.InvalidTypeError, "attention: key must b, got c"),
+        (TypeError("attention: key must b, got c"), "g", errors.InvalidTypeError, "g: key must b, got c"),
         (ValueError("no operator said: this"), "f", ValueError, "no operator said: this"),
         (TypeError("nor this"), "f", TypeError, "nor this"),
     ],
 )
-def test_refusals_of_operators(given: Any, function: str | None, kind: type[Exception], message: str) -> None:
+def test_refusals_of_operators(given: Any, function: str, kind: type[Exception], message: str) -> None:
     error = outcome(lambda: errors.pass_on(given, function))
     assert (type(error), str(error)) == (kind, message)
 
@@ -195,3 +197,67 @@ def test_flags_of_numpy_are_flags() -> None:
     want = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     got = functional.scaled_dot_product_attention(q, q, q, is_causal=numpy.True_, enable_gqa=numpy.False_)
     assert torch.equal(got, want) and not torch.equal(got, functional.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("in_proj_weight", None, "in_proj_weight must be a tensor, got None"),
+        ("num_heads", 0, "num_heads must be greater than 0, got 0"),
+        ("num_heads", -2, "num_heads must be greater than 0, got -2"),
+        ("num_heads", "2", "num_heads must be an int, got str"),
+        ("num_heads", 2.0, "num_heads must be an int, got float"),
+    ],
+)
+def test_attributes_assigned_later(name: str, value: Any, message: str, need_weights: bool) -> None:
+    attention, inputs = make(), (sequence(2, 3),) * 3
+    setattr(attention, name, value)
+    error = outcome(lambda: attention(*inputs, need_weights=need_weights))
+    assert isinstance(error, (errors.InvalidValueError, errors.InvalidTypeError))
+    assert str(error) == f"MultiheadAttention: {message}"
+
+
+@pytest.mark.parametrize("name", ["need_weights", "average_attn_weights", "is_causal"])
+def test_flags_of_the_layer(name: str) -> None:
+    """Whatever has a truth value beyond doubt is a flag; a mask or a string in the wrong place is none."""
+    attention, inputs = make(), (sequence(2, 3),) * 3
+    parameters = [attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0]
+    out_proj = [attention.out_proj.weight, attention.out_proj.bias]
+
+    def function(**options: Any) -> Any:
+        return functional.multi_head_attention_forward(*inputs, EMBED, HEADS, *parameters, *out_proj, **options)
+
+    for call in (lambda **options: attention(*inputs, **options), function):
+        for given in (0, 1, None, np.True_, 1.0):
+            want, got = call(**{name: bool(given)}), call(**{name: given})
+            assert torch.equal(got[0], want[0]) and (got[1] is None) == (want[1] is None)
+        for given in ("False", [], torch.zeros(3, 3, dtype=torch.bool)):
+            error = outcome(lambda call=call, given=given: call(**{name: given}))
+            assert isinstance(error, errors.InvalidTypeError)
+            assert f"{name} must be a bool, got {type(given).__name__}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind", "got"),
+    [
+        (10**400, errors.InvalidValueError, "scale must be finite, got an int beyond float64"),
+        (torch.tensor(2j), errors.InvalidTypeError, "scale must be a real number, got .*2"),
+        (torch.tensor(2.0, device="meta"), errors.InvalidTypeError, "scale must be a real number, got .*meta"),
+    ],
+)
+def test_numbers_that_are_none(scale: Any, kind: type[Exception], got: str) -> None:
+    query = x(2, 4, 5, 8)
+    error = outcome(lambda: functional.scaled_dot_product_attention(query, query, query, scale=scale))
+    assert type(error) is kind and re.search(got, str(error))
+
+
+def test_a_nested_weight_is_refused_by_name() -> None:
+    nested, inputs = torch.nested.nested_tensor([x(2, EMBED), x(3, EMBED)]), (x(5, 2, EMBED),) * 3
+    weight = x(3 * EMBED, EMBED)
+    error = outcome(
+        lambda: functional.multi_head_attention_forward(
+            *inputs, EMBED, HEADS, weight, None, None, None, False, 0.0, nested, None
+        )
+    )
+    assert "out_proj_weight must be a dense tensor" in str(error)

@@ -252,6 +252,41 @@ def test_the_flag_is_false_for_those_who_would_skip_the_layer() -> None:
         nn.TransformerEncoder(layer, 1)
 
 
+class Passing(nn.Module):
+    """A wrapper that has all attributes of what it wraps, in one of the usual ways."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out, weights = self.inner(*args, **options)
+        return out + 1, weights
+
+
+class PassingByProperty(Passing):
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return self.inner._qkv_same_embed_dim
+
+
+@pytest.mark.parametrize("wrapper", [Passing, PassingByProperty])
+def test_wrappers_that_pass_attributes_on_are_called(wrapper: type[Passing]) -> None:
+    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True, dtype=torch.float64).eval()
+    layer.self_attn = wrapper(make().eval())
+    assert read_flag(layer.self_attn)
+    x = sequence(2, 5)
+    want = layer(x)
+    with torch.no_grad():
+        assert_within(layer(x), want, double_limit(want, 100))
+
+
 def test_an_encoder_layer_compiles_in_one_graph_and_calls_the_layer() -> None:
     torch._dynamo.reset()
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True, dtype=torch.float64).eval()

@@ -189,11 +189,13 @@ def test_first_and_second_derivatives() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
-def test_first_and_second_derivatives_of_every_sample(training: bool) -> None:
-    for sample in SAMPLES:
+def test_first_and_second_derivatives_of_many_samples(training: bool) -> None:
+    """In random directions; for a few of them number by number, which takes ten times as long."""
+    for i, sample in enumerate(SAMPLES[::4]):
         module = build(sample, dropout=0.4).train(training)
         check_derivatives(as_function(module), mild(call_of(module, sample, batched=True)), fast=True)
-        check_derivatives(as_function(module), mild(call_of(module, sample)), fast=False)
+        if i % 5 == 0:
+            check_derivatives(as_function(module), mild(call_of(module, sample)), fast=False)
 
 
 # ------------------------------------------------------------------------------------- what every module is checked for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 
 import mha_ext
-from mha_ext import functional
+from mha_ext import functional, layer, unused_rows
 
 UNSEEN: dict[str, dict[str, Any]] = {
     "padding": {"key_padding_mask": torch.arange(7).expand(2, 7) >= 5},
@@ -124,6 +125,105 @@ def test_hidden_positions_of_self_attention(kind: str, options: dict[str, Any], 
         want["weights"] = torch.where(lost[..., None] & (want["weights"] != 0), math.nan, want["weights"])
     for name, value in want.items():
         assert_within(got[name], value, double_limit(value.nan_to_num(), 100), name)
+
+
+SAME: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "views": lambda x: (x, x.view_as(x), x.view_as(x)),
+    "copies": lambda x: (x * 1, x * 1, x * 1),
+    "positions": lambda x: (x + 1, x + 1, x),
+    "query and key": lambda x: (x, x, x * 1),
+}
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("kind", ["padding", "left padding, causal", "mask per example"])
+@pytest.mark.parametrize("same", SAME)
+def test_self_attention_need_not_be_one_tensor(same: str, kind: str, need_weights: bool) -> None:
+    hidden, masks = HIDDEN[kind]
+    module, grads = make(), []
+    for filling in (0.0, math.nan):
+        x = sequence(BATCH, LENGTH).masked_fill(hidden[..., None], filling).requires_grad_()
+        out, _ = module(*SAME[same](x), need_weights=need_weights, **masks)
+        kept = out.masked_select(~hidden[..., None])
+        grads.append((kept, *torch.autograd.grad(kept.square().sum(), [x, *module.parameters()])))
+    for want, got in zip(*grads, strict=True):
+        assert_within(got, want, double_limit(want, 100))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "size"),
+    [
+        (torch.float32, torch.float16, 1e6),
+        (torch.float32, None, 3e38),
+        (torch.float16, None, 6e4),
+        (torch.bfloat16, None, 3e38),
+    ],
+)
+def test_hidden_positions_that_overflow(
+    dtype: torch.dtype, autocast: torch.dtype | None, size: float, need_weights: bool
+) -> None:
+    """Finite on the way in, not on the way out: gradients are those of zeros, the positions' own results stay."""
+    hidden, masks = HIDDEN["padding"]
+    module, grads = make(dtype=dtype), []
+    signs = torch.where(sequence(BATCH, LENGTH) > 0, size, -size)
+    for filling in (torch.zeros(()), signs):
+        x = torch.where(hidden[..., None], filling, sequence(BATCH, LENGTH)).to(dtype).requires_grad_()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            out, weights = module(x, x, x, need_weights=need_weights, **masks)
+            with torch.no_grad():
+                raw, raw_weights = module(x, x, x, need_weights=need_weights, **masks)
+        kept = out.masked_select(~hidden[..., None])
+        grads.append((kept, *torch.autograd.grad(kept.float().square().sum(), [x, *module.parameters()])))
+        assert torch.equal(out.nan_to_num(nan=7.0), raw.nan_to_num(nan=7.0))
+        if weights is not None:
+            assert_within(weights, raw_weights, 4 * torch.finfo(weights.dtype).eps)
+    assert not out.isfinite().all()
+    for want, got in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_no_square_tensor_where_masks_are_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mha_ext.unused_rows._hidden_pairs", None)
+    module = make(num_kv_heads=1)
+    for causal in (True, False):
+        for masks in ({"key_padding_mask": RIGHT}, {"attn_mask": RIGHT[1]}, {"attn_mask": RIGHT[:, None, None]}):
+            for x in (sequence(BATCH, LENGTH), sequence(BATCH, LENGTH).masked_fill(RIGHT[..., None], math.nan)):
+                module(x, x, x, is_causal=causal, need_weights=False, **masks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [(6, 6), (3, 6), (6, 3), (5, 0), (0, 4)])
+def test_unused_rows_by_key_are_those_by_pair(sizes: tuple[int, int], causal: bool) -> None:
+    """The closed form for masks of keys, against the definition pair by pair."""
+    queries, keys = sizes
+    g = torch.Generator().manual_seed(queries)
+    for heads in (1, 2):
+        mask = torch.rand(BATCH, heads, 1, keys, generator=g) < 0.4
+        padding = torch.rand(BATCH, keys, generator=g) < 0.6
+        options = layer.Options(mask, padding, causal=int(causal))
+        no_query, no_key = unused_rows._unused_by_key(options, queries, keys, mask.device)
+        hidden = mask.logical_not() | padding[:, None, None]
+        hidden = hidden.expand(-1, -1, queries, -1) | (torch.ones(queries, keys, dtype=torch.bool).triu(1) & causal)
+        assert torch.equal(no_query.expand(BATCH, -1), hidden.all(2).all(1))
+        assert torch.equal(no_key.expand(BATCH, -1), hidden.all(3).all(1))
+
+
+def test_a_trace_in_either_mode_serves_both() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = make()
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            out: Tensor = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+            return out
+
+    module, x, hidden = Layer(), sequence(BATCH, LENGTH), RIGHT
+    traced = torch.jit.trace(module, (x, hidden))
+    with torch.no_grad():
+        want = module(x, hidden)
+        assert_within(traced(x, hidden), want, double_limit(want, 100))
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
