@@ -45,7 +45,8 @@ using AttentionResult = std::tuple<at::Tensor, at::Tensor>;                     
 using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // q, k, v, masks
 using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;                // q, k, masks
 
-// out (B, H, T_q, D_v), its axes lying in the order of query's (layout.h); lse (B, H, T_q), -inf for a query that sees no key.
+// out (B, H, T_q, D_v), its axes lying in the order of query's (layout.h); lse (B, H, T_q), -inf for a query that sees
+// no key.
 AttentionResult call_attention(const AttentionArguments& arguments);
 
 // What the backward operators take besides the forward's arguments. Undefined gradients count as zero.

@@ -1,7 +1,6 @@
 // Derivatives of the attention operators. Three roads at the Autograd key:
-// - a function transform (vmap, jvp, torch.func.grad, ...) is active or an input carries a forward-mode tangent: the
-// ATen
-//   composition, which every transform can take apart;
+// - a function transform (vmap, jvp, torch.func.grad, ...) is active or an input carries a forward-mode tangent:
+//   the ATen composition, which every transform can take apart;
 // - an input requires a gradient: a Function whose backward is our backward operator;
 // - else: on to the device's kernel.
 // The backward operators have closed forms in ATen, re-derived from the inputs, for whoever differentiates them.

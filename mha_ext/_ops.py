@@ -36,7 +36,10 @@ def _built_for() -> str | None:
 def _load_failure(built_for: str | None, error: ImportError | None = None) -> ImportError:
     """The reason why the extension does not load, with what it was built for, what is running, and what to do."""
     running = torch.__version__
-    if built_for is None:
+    source = Path(__file__).parents[1]
+    if built_for is None and (source / "setup.py").exists():
+        what = f"{source} is a source folder without the compiled extension (an installed mha_ext is found elsewhere)"
+    elif built_for is None:
         what = f"the compiled extension mha_ext._C is missing (running torch {running})"
     elif built_for != running:
         what = f"the compiled extension mha_ext._C was built for torch {built_for}, but torch {running} is running"
@@ -90,7 +93,8 @@ def attention(
     """``softmax(scale · Q Kᵀ + mask) V`` and the natural log-sum-exp of the masked scores.
 
     Returns:
-        out ``(B, H, T, D_v)``, stored as ``(B, T, H, D_v)``, and lse ``(B, H, T)``, -inf where no key is visible.
+        out ``(B, H, T, D_v)``, its axes stored in the order of query's, and lse ``(B, H, T)``, -inf where no
+            key is visible.
     """
     result: tuple[Tensor, Tensor] = _attention(
         query,

@@ -78,7 +78,9 @@ class Activation:
     def __enter__(self) -> Activation:
         with _switch.lock:
             if self not in _switch.standing:
-                raise RuntimeError("activate: an activation must be entered once and before deactivate(), call it anew")
+                raise RuntimeError(
+                    "activate: an activation can be entered once, and not after deactivate(): call activate() again"
+                )
             _switch.standing.remove(self)
             _switch.blocks.add(self)
         return self

@@ -319,4 +319,5 @@ def unsupported(where: str, **options: object) -> None:
     """
     for name, option in options.items():
         if option is not None and option is not False:
-            raise NotImplementedError(f"{where}: {name} must be left unset (it is not implemented), got {option!r}")
+            got = f"a tensor of shape {tuple(option.shape)}" if isinstance(option, Tensor) else repr(option)
+            raise NotImplementedError(f"{where}: {name} must be left unset (it is not implemented), got {got}")

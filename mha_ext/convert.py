@@ -52,7 +52,7 @@ def convert(model: nn.Module, *, inplace: bool = True, subclasses: bool = False)
 
     Modules stay the objects that they are, with their parameters (optimisers keep working), hooks, parametrizations,
     mode and place in the model. What cannot be swapped is left alone; ``conversion_report`` tells what and why.
-    Converting twice is converting once. Nothing is changed unless everything can be.
+    Converting twice is converting once. All is decided before anything is changed: an error leaves the model as it was.
 
     Args:
         model: any module, also one that is itself an attention layer or a wrapper (``torch.compile``,
@@ -132,14 +132,18 @@ def conversion_report(model: nn.Module, *, subclasses: bool = False) -> Conversi
         >>> print(mha_ext.conversion_report(model))
         self_attn: torch.nn.modules.activation.MultiheadAttention, convert would swap it
         >>> print(mha_ext.conversion_report(mha_ext.convert(model)))
-        self_attn: mha_ext.module.MultiheadAttention, converted
+        self_attn: mha_ext.module.MultiheadAttention, is mha_ext's; revert would swap it
     """
     _require_module("conversion_report", model)
     report = ConversionReport()
     for name, module in _layers(model):
         if isinstance(module, MultiheadAttention):
             back = _to_original(module)
-            reason = "converted" if back.target is not None else f"is mha_ext's; revert leaves it: {back.reason}"
+            reason = (
+                "is mha_ext's; revert would swap it"
+                if back.target is not None
+                else f"is mha_ext's; revert leaves it: {back.reason}"
+            )
             report.append(ModuleReport(name, beneath.full_name(type(module)), True, reason))
         else:
             type_name = beneath.full_name(type(module))

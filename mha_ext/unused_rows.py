@@ -86,20 +86,32 @@ def _cleaned(inputs: QKV, situation: Situation, is_self: bool) -> tuple[QKV, Ten
 def _again_without_overflow(
     compute: Callable[[QKV], Results], inputs: QKV, situation: Situation, results: Results
 ) -> Results:
-    """The results where hidden positions gave no finite output, computed without these; their own stay, constants."""
+    """The results where hidden positions gave no finite output, computed without these; their own stay, constants.
+
+    Those that would not be finite with zeros either see a NaN of somebody else's, and keep their place.
+    """
     out, weights = results
     batch_first = situation.batch_first
     no_query, _ = _unused(inputs, situation)
-    cut = no_query.logical_and(_by_batch(out.detach().isfinite().all(-1).logical_not(), batch_first))
-    if not cut.any():
-        return results
-    query = _zero(inputs[0], cut, batch_first)
-    key = query if inputs[1] is inputs[0] else inputs[1]
-    value = key if inputs[2] is inputs[1] else inputs[2]
-    again, weights_again = compute((query, key, value))
-    out = torch.where(_by_batch(cut, batch_first).unsqueeze(-1), out.detach(), again)
-    if weights is not None and weights_again is not None:
-        weights = torch.where(_as_rows(cut, weights), weights.detach(), weights_again)
+
+    def without(rows: Tensor) -> Results:
+        query = _zero(inputs[0], rows, batch_first)
+        key = query if inputs[1] is inputs[0] else inputs[1]
+        return compute((query, key, key if inputs[2] is inputs[1] else inputs[2]))
+
+    def broken(out: Tensor) -> Tensor:
+        return _by_batch(out.detach().isfinite().all(-1).logical_not(), batch_first)
+
+    cut = no_query.logical_and(broken(out))
+    while cut.any():
+        out_again, weights_again = without(cut)
+        innocent = cut.logical_and(broken(out_again))
+        if not innocent.any():
+            out = torch.where(_by_batch(cut, batch_first).unsqueeze(-1), out.detach(), out_again).contiguous()
+            if weights is not None and weights_again is not None:
+                weights = torch.where(_as_rows(cut, weights), weights.detach(), weights_again)
+            break
+        cut = cut.logical_and(innocent.logical_not())
     return out, weights
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin stall each other when busy
+
 import pytest
 import torch
 from hypothesis import settings

@@ -143,7 +143,7 @@ def test_blocks_nest_and_survive_errors() -> None:
     assert OURS in ran(PLAIN)
     mha_ext.deactivate()
     assert OURS not in ran(PLAIN)
-    with pytest.raises(RuntimeError, match=r"must be entered once and before deactivate\(\)"):
+    with pytest.raises(RuntimeError, match=r"can be entered once, and not after deactivate\(\)"):
         standing.__enter__()
 
 

@@ -216,16 +216,18 @@ def test_derivatives_of_the_layer() -> None:
 
 
 @pytest.mark.long
-def test_derivatives_on_every_sample() -> None:
-    for call in ATTENTION_CALLS:
+def test_derivatives_on_many_samples() -> None:
+    for i, call in enumerate(ATTENTION_CALLS):
         check_derivatives(attention, call, fast=True)
         check_derivatives(attention, mild(call), fast=True)
+        if i % 5:
+            continue
         small = call | {
             n: call[n][..., :2, :2] if n != "query" else call[n][..., :2] for n in ("query", "key", "value")
         }
         small = small | ({"attn_mask": call["attn_mask"][:, :2]} if "attn_mask" in call else {})
         check_derivatives(attention, change(small, lambda x: x[-1:] if x.dim() == 4 else x), fast=False)
-    for call in LAYER_CALLS:
+    for call in LAYER_CALLS[::8]:
         check_derivatives(layer, mild(call), fast=True)
 
 

@@ -18,6 +18,8 @@ except ImportError:
         'the demo prints with rich: install it with pip install "mha_ext[demo]" or pip install rich'
     ) from None
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall each other on a busy machine
+
 import torch
 from rich.console import Console
 from rich.panel import Panel
