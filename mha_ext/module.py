@@ -311,11 +311,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _input_weights(self) -> tuple[Tensor, ...]:
         """The packed weight of the input projections, or the three; computed here if parametrized."""
-        names = _PACKED if self._is_packed() else _SEPARATE
-        weights = tuple(getattr(self, name) for name in names)
-        if any(weight is None for weight in weights):
-            parameters.given(_WHERE, **dict(zip(names, weights, strict=True)))
-        return weights
+        if self._is_packed():
+            weight = self.in_proj_weight
+            return (weight,) if weight is not None else parameters.given(_WHERE, in_proj_weight=weight)
+        return parameters.given(_WHERE, **{name: getattr(self, name) for name in _SEPARATE})
 
     def _heads(self, weights: tuple[Tensor, ...]) -> tuple[int, int]:
         """The numbers of heads, which may have been assigned, checked against the rows of the weights."""

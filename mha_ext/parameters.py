@@ -32,6 +32,10 @@ def projections(
     Raises:
         ValueError: a shape or a device differs.
     """
+    if len(weights) == 1 and weights[0].shape[1:] == widths[:1]:  # the likely case; the rows fit the heads already
+        rows, device = weights[0].shape[0], weights[0].device
+        if bias is None or (bias.shape == (rows,) and bias.device == device):
+            return
     counts = (heads[0] + 2 * heads[1],) if len(weights) == 1 else (*heads, heads[1])
     head_dim, device = weights[0].shape[0] // counts[0], weights[0].device
     for index, (weight, count, width) in enumerate(zip(weights, counts, widths, strict=False)):

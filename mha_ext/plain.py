@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
@@ -10,16 +12,19 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 __all__ = ["are_tensors", "is_linear"]
 
 _PLAIN_LINEAR = (NonDynamicallyQuantizableLinear, nn.Linear)
-_PLAIN_TENSORS = (nn.Parameter, Tensor)
 _PLAIN_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
 def are_tensors(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether no tensor is of a class that defines PyTorch's functions for itself: those may know only ``F.linear``."""
-    return all(tensor is None or type(tensor) in _PLAIN_TENSORS or _is_plain_kind(type(tensor)) for tensor in tensors)
+    for tensor in tensors:
+        kind = type(tensor)
+        if not (kind is nn.Parameter or kind is Tensor or tensor is None or _is_plain_kind(kind)):
+            return False
+    return True
 
 
-def _is_plain_kind(kind: type[Tensor]) -> bool:
+def _is_plain_kind(kind: type[Any]) -> bool:
     function = kind.__torch_function__
     return getattr(function, "__func__", function) in _PLAIN_FUNCTIONS
 

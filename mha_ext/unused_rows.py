@@ -44,13 +44,14 @@ def run_without_unused_rows(compute: Callable[[QKV], Results], inputs: QKV, situ
         situation: how the layer runs.
     """
     options, _, batch_first, fused = situation
+    masked = options.attn_mask is not None or options.key_padding_mask is not None
+    # The graph of a trace must not depend on the mode.
+    if not ((masked or options.causal) and (torch.is_grad_enabled() or torch._C._get_tracing_state() is not None)):
+        return compute(inputs)
     query, key, value = inputs
     length = 1 if batch_first else 0
-    masked = options.attn_mask is not None or options.key_padding_mask is not None
     is_self = query.shape[length] == key.shape[length]  # or may be: position i of one goes with i of the other
-    traced = torch._C._get_tracing_state() is not None  # whose graph must not depend on the mode
-    # The causal mask of self-attention hides no key, and no query, entirely.
-    if not (torch.is_grad_enabled() or traced) or not (masked or (options.causal and not is_self)):
+    if is_self and not masked:  # the causal mask of self-attention hides no key, and no query, entirely
         return compute(inputs)
     if fused and not is_self:
         return compute(inputs)
