@@ -13,18 +13,16 @@ from mha_ext.errors import InvalidTypeError, InvalidValueError, UnsupportedLayou
 
 __all__ = [
     "FLOATS",
-    "FLOAT_NAMES",
     "LayerSizes",
     "cast_alike",
     "dense",
     "dropout_probability",
-    "flag",
     "flags",
     "float_dtype",
     "head_dim",
     "integer",
+    "layer_flags",
     "layer_sizes",
-    "number",
     "one_of",
     "real",
     "same_kind",
@@ -36,7 +34,7 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the likely ones first
-FLOAT_NAMES = "float64, float32, bfloat16 or float16"
+_FLOAT_NAMES = "float64, float32, bfloat16 or float16"
 _NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt)
 
 
@@ -120,7 +118,22 @@ def flags(where: str, **given: object) -> None:
             raise InvalidTypeError(f"{where}: {name} must be a bool, got {type(flag).__name__}")
 
 
-def flag(where: str, name: str, given: Any) -> bool:
+def layer_flags(where: str, need_weights: Any, average_attn_weights: Any, is_causal: Any) -> tuple[bool, bool, bool]:
+    """The flags of a call of the layer as truth values.
+
+    Raises:
+        TypeError: one has none.
+    """
+    if type(need_weights) is type(average_attn_weights) is type(is_causal) is bool:
+        return need_weights, average_attn_weights, is_causal
+    return (
+        _flag(where, "need_weights", need_weights),
+        _flag(where, "average_attn_weights", average_attn_weights),
+        _flag(where, "is_causal", is_causal),
+    )
+
+
+def _flag(where: str, name: str, given: Any) -> bool:
     """An option's truth value, of whatever has one beyond doubt: bools and numbers of any kind, None.
 
     Raises:
@@ -279,7 +292,7 @@ def float_dtype(where: str, name: str, dtype: object) -> None:
         TypeError: it is not.
     """
     if dtype not in FLOATS:
-        raise InvalidTypeError(f"{where}: {name} must be {FLOAT_NAMES}, got {dtype}")
+        raise InvalidTypeError(f"{where}: {name} must be {_FLOAT_NAMES}, got {dtype}")
 
 
 def dropout_probability(where: str, name: str, probability: float) -> None:

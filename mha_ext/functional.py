@@ -293,10 +293,9 @@ def multi_head_attention_forward(
     if not sizes.batched:
         inputs = layer.add_batch_axis(inputs, 1)
     inputs, sizes = _without_replaced(inputs, static, sizes)
-    if not (type(need_weights) is type(average_attn_weights) is type(is_causal) is bool):
-        need_weights = checks.flag(where, "need_weights", need_weights)
-        average_attn_weights = checks.flag(where, "average_attn_weights", average_attn_weights)
-        is_causal = checks.flag(where, "is_causal", is_causal)
+    need_weights, average_attn_weights, is_causal = checks.layer_flags(
+        where, need_weights, average_attn_weights, is_causal
+    )
     dropout_p = dropout_p if training else 0.0
     causal = 1 if is_causal else 0
     options = layer.Options(attn_mask, key_padding_mask, dropout_p, None, causal, need_weights, average_attn_weights)

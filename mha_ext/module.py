@@ -261,10 +261,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._symbolic_call((query, key, value), {**masks, **wanted})
         if kv_cache is not None:
             checks.unsupported(_WHERE, kv_cache=kv_cache)
-        if not (type(need_weights) is type(average_attn_weights) is type(is_causal) is bool):
-            need_weights = checks.flag(_WHERE, "need_weights", need_weights)
-            average_attn_weights = checks.flag(_WHERE, "average_attn_weights", average_attn_weights)
-            is_causal = checks.flag(_WHERE, "is_causal", is_causal)
+        need_weights, average_attn_weights, is_causal = checks.layer_flags(
+            _WHERE, need_weights, average_attn_weights, is_causal
+        )
         inputs = (query, key, value)
         dropout_p = self.dropout if self.training else 0.0
         causal = 1 if is_causal else 0

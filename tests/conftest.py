@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import mha_ext
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
@@ -42,3 +44,11 @@ def _same_start() -> Iterator[None]:
 def set_threads() -> Callable[[int], None]:
     """Sets torch's thread count for the rest of the test."""
     return torch.set_num_threads
+
+
+@pytest.fixture
+def nothing_stays_active() -> Iterator[None]:
+    """Afterwards PyTorch's own attention is back, whatever the test activated."""
+    yield
+    mha_ext.deactivate()
+    assert torch.nn.attention.current_flash_attention_impl() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mha_ext
 
-
-@pytest.fixture(autouse=True)
-def nothing_stays_active() -> Iterator[None]:
-    yield
-    mha_ext.deactivate()
-    assert torch.nn.attention.current_flash_attention_impl() is None
+pytestmark = pytest.mark.usefixtures("nothing_stays_active")
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,11 +25,7 @@ OPERATORS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_active() -> Iterator[None]:
-    yield
-    mha_ext.deactivate()
-    assert torch.nn.attention.current_flash_attention_impl() is None
+pytestmark = pytest.mark.usefixtures("nothing_stays_active")
 
 
 def with_mask(mask: Tensor, **options: Any) -> Call:
