@@ -12,6 +12,9 @@ struct Avx2;
 template <>
 struct Avx2<float> : Simd<float, 32> {
   static constexpr int kGemmRows = 4, kGemmCols = 3;
+  static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
+    return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
   static MHA_EXT_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
   static MHA_EXT_INLINE Vec interleave_low(Vec a, Vec b) {
     return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
@@ -24,6 +27,9 @@ struct Avx2<float> : Simd<float, 32> {
 template <>
 struct Avx2<double> : Simd<double, 32> {
   static constexpr int kGemmRows = 4, kGemmCols = 3;
+  static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
+    return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi64(_mm_loadu_si32(p)));
+  }
   static MHA_EXT_INLINE Vec max(Vec a, Vec b) { return _mm256_max_pd(a, b); }
   static MHA_EXT_INLINE Vec interleave_low(Vec a, Vec b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
   static MHA_EXT_INLINE Vec interleave_high(Vec a, Vec b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }

@@ -14,6 +14,10 @@ struct Avx512;
 template <>
 struct Avx512<float> : Simd<float, 64> {
   static constexpr int kGemmRows = 8, kGemmCols = 3;
+  static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
+    return reinterpret_cast<IntVec>(
+        _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   static MHA_EXT_INLINE Vec max(Vec a, Vec b) { return _mm512_maskz_max_ps(0xffff, a, b); }
   static MHA_EXT_INLINE Vec scale_by_power_of_two(Vec p, Vec /*shifted*/, Vec n) {
     return _mm512_maskz_scalef_ps(0xffff, p, n);
@@ -29,6 +33,10 @@ struct Avx512<float> : Simd<float, 64> {
 template <>
 struct Avx512<double> : Simd<double, 64> {
   static constexpr int kGemmRows = 8, kGemmCols = 3;
+  static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
+    return reinterpret_cast<IntVec>(
+        _mm512_maskz_cvtepi8_epi64(0xff, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
   static MHA_EXT_INLINE Vec max(Vec a, Vec b) { return _mm512_maskz_max_pd(0xff, a, b); }
   static MHA_EXT_INLINE Vec scale_by_power_of_two(Vec p, Vec /*shifted*/, Vec n) {
     return _mm512_maskz_scalef_pd(0xff, p, n);

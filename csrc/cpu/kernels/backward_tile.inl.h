@@ -76,34 +76,46 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
 }
 
 // P^T and dS^T from S^T (in s.scores) and dP^T (in s.grad_scores).
-template <class V, bool kMasked, bool kDropout>
+template <class V, class Parts, bool kDropout>
 void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScratch<V>& s) {
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
-  const uint64_t key = kDropout ? dropout_key(p, t.queries.batch, t.queries.head) : 0;
+  const Tile tile = t;  // copies: the compiler must not expect the stores below to change them
+  const MaskTile<Scalar> mask = s.mask;
+  const Scalar *high = s.softmax.maximum, *low = s.softmax.sum, *delta = s.delta;
+  Scalar *scores = s.scores, *grad_scores = s.grad_scores;
+  typename V::IntVec any_hidden{};
+  const uint64_t key = kDropout ? dropout_key(p, tile.queries.batch, tile.queries.head) : 0;
   const Scalar keep_scale = static_cast<Scalar>(p.keep_scale);
-  for (int64_t k = 0; k < t.key_count; ++k) {
-    const DropoutRow<V> row(key, t.key_begin + k);
-    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-      const int64_t at = k * t.lanes + c;
-      Vec score = V::load(s.scores + at);
-      Vec grad = V::load(s.grad_scores + at);
-      const Vec addend = kMasked ? V::load(s.mask.addend + at) : V::zero();
-      if (kMasked) score = V::select(addend == -V::kInfinity, addend, score + addend);
-      const Vec probability =
-          probability_of<V, kMasked>(score, V::load(s.softmax.maximum + c), V::load(s.softmax.sum + c));
+  const uint32_t drop_below = p.drop_below;
+  for (int64_t k = 0; k < tile.key_count; ++k) {
+    const DropoutRow<V> dropout_row(key, tile.key_begin + k);
+    const MaskRow<Scalar> mask_row(mask, tile.lanes, k);
+    if (mask.edge.cuts) {
+      fill_group_with_zeros<V>(tile, mask.edge, k, scores);
+      fill_group_with_zeros<V>(tile, mask.edge, k, grad_scores);
+    }
+    for (int64_t c = first_vector<V>(mask.edge, k, tile.lanes); c < tile.lanes; c += V::kWidth) {
+      const int64_t at = k * tile.lanes + c;
+      Vec score = V::load(scores + at);
+      Vec grad = V::load(grad_scores + at);
+      typename V::IntVec hidden{};
+      if (Parts::kAny) score = mask_vector<V, Parts>(mask_row, c, score, hidden);
+      if (Parts::kAddends) any_hidden |= hidden;
+      const Vec probability = probability_of<V, Parts::kAny>(score, V::load(high + c), V::load(low + c));
       Vec kept = probability;
       if (kDropout) {
-        const auto keep = row.keep(t.queries.begin + c, p.drop_below);
+        const auto keep = dropout_row.keep(tile.queries.begin + c, drop_below);
         kept = V::select(keep, probability * keep_scale, V::zero());
         grad = V::select(keep, grad * keep_scale, V::zero());
       }
-      grad = probability * (grad - V::load(s.delta + c));
-      if (kMasked) grad = V::select(addend == -V::kInfinity, V::zero(), grad);
-      V::store(s.scores + at, kept);
-      V::store(s.grad_scores + at, grad);
+      grad = probability * (grad - V::load(delta + c));
+      if (Parts::kAny) grad = V::select(hidden, V::zero(), grad);
+      V::store(scores + at, kept);
+      V::store(grad_scores + at, grad);
     }
   }
+  if (Parts::kAddends) s.mask.hides_pairs = s.mask.hides_pairs || V::any(any_hidden);
 }
 
 // dP^T of a tile from the gradient of the weights.
@@ -119,20 +131,18 @@ template <class V>
 ScoredTile<V> score_gradient_tile(const BackwardParams& b, const Tile& t, BackwardScratch<V>& s) {
   const AttentionParams& p = b.attention;
   const ScoredTile<V> tile = score_tile<V>(p, t, s);
-  if (tile.kind == TileKind::Skip) return tile;
+  if (!tile.visible) return tile;
   if (b.grad_weights.data != nullptr) {
     load_weights_gradient<V>(b, t, s);
   } else {
     const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, s.values);
-    gemm<V, Lhs::ByRow, Start::Zero>(
-        {values.data, values.ld, s.grad_columns, t.lanes, s.grad_scores, t.lanes, p.value_dim},
-        round_up(t.key_count, V::kGemmRows), t.lanes);
+    pair_product<V>(t, s.mask.edge,
+                    {values.data, values.ld, s.grad_columns, t.lanes, s.grad_scores, t.lanes, p.value_dim});
   }
-  if (tile.kind == TileKind::Masked) {
-    p.dropout ? softmax_backward_tile<V, true, true>(p, t, s) : softmax_backward_tile<V, true, false>(p, t, s);
-  } else {
-    p.dropout ? softmax_backward_tile<V, false, true>(p, t, s) : softmax_backward_tile<V, false, false>(p, t, s);
-  }
+  with_parts(s.mask, [&](auto parts) {
+    using Parts = decltype(parts);
+    p.dropout ? softmax_backward_tile<V, Parts, true>(p, t, s) : softmax_backward_tile<V, Parts, false>(p, t, s);
+  });
   return tile;
 }
 
@@ -143,9 +153,9 @@ void find_weights_delta(const BackwardParams& b, const QueryBlock& block, int64_
   const int64_t num_keys = b.attention.num_keys;
   for (int64_t begin = 0; begin < num_keys; begin += kBlockKeys) {
     const Tile t{block, lanes, begin, min_of(kBlockKeys, num_keys - begin)};
-    if (score_gradient_tile<V>(b, t, s).kind == TileKind::Skip) continue;
+    if (!score_gradient_tile<V>(b, t, s).visible) continue;
     for (int64_t k = 0; k < t.key_count; ++k) {
-      for (int64_t c = 0; c < lanes; c += V::kWidth) {
+      for (int64_t c = first_vector<V>(s.mask.edge, k, lanes); c < lanes; c += V::kWidth) {
         V::store(sums + c, V::load(sums + c) + V::load(s.grad_scores + k * lanes + c));
       }
     }
@@ -161,7 +171,7 @@ void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, const
   for (int64_t k = 0; k < t.key_count; ++k) {
     for (int64_t q = 0; q < t.queries.count; ++q) {
       const int64_t at = k * t.lanes + q;
-      if (s.mask.addend[at] == -V::kInfinity) continue;
+      if (hides(s.mask, t.lanes, k, q)) continue;
       for (int64_t d = 0; d < p.head_dim; ++d) {
         s.grad_query[d * t.lanes + q] += tile.keys.data[k * tile.keys.ld + d] * s.grad_scores[at];
         grad_key[k * d_width + d] += s.grad_scores[at] * s.query_rows[q * d_width + d];
@@ -178,23 +188,21 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
   const ScoredTile<V> tile = score_gradient_tile<V>(b, t, s);
-  if (tile.kind == TileKind::Skip) return;
+  if (!tile.visible) return;
   const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
   Scalar* grad_key = s.grad_key + key_in_range * d;
   Scalar* grad_value = s.grad_value + key_in_range * dv;
-  if (tile.kind == TileKind::Masked && s.mask.hides_pairs) {
+  const CausalEdge& edge = s.mask.edge;
+  if (s.mask.hides_pairs) {
     if (!s.finite_queries || !s.finite_grads || any_nonfinite<V>(tile.keys.data, tile.keys.ld, t.key_count, d)) {
       accumulate_visible_gradients<V>(p, t, tile, grad_key, grad_value, s);
       return;
     }
   }
-  const int64_t padded_keys = round_up(t.key_count, V::kGemmRows);
-  gemm<V, Lhs::ByColumn, Start::Add>(
-      {tile.keys.data, tile.keys.ld, s.grad_scores, t.lanes, s.grad_query, t.lanes, t.key_count}, d, t.lanes);
-  gemm<V, Lhs::ByRow, Start::Add>({s.scores, t.lanes, s.grad_rows, dv, grad_value, dv, t.queries.count}, padded_keys,
-                                  dv);
-  gemm<V, Lhs::ByRow, Start::Add>({s.grad_scores, t.lanes, s.query_rows, d, grad_key, d, t.queries.count}, padded_keys,
-                                  d);
+  key_sum<V, Start::Add>(t, edge,
+                         {tile.keys.data, tile.keys.ld, s.grad_scores, t.lanes, s.grad_query, t.lanes, t.key_count}, d);
+  lane_sum<V>(t, edge, {s.scores, t.lanes, s.grad_rows, dv, grad_value, dv, t.queries.count}, dv);
+  lane_sum<V>(t, edge, {s.grad_scores, t.lanes, s.query_rows, d, grad_key, d, t.queries.count}, d);
 }
 
 template <class V>
@@ -269,10 +277,11 @@ void mask_gradient_block(const BackwardParams& b, const QueryBlock& block, int64
                  block.begin * out.stride_q;
   for (int64_t begin = key_begin; begin < key_end; begin += kBlockKeys) {
     const Tile t{block, lanes, begin, min_of(kBlockKeys, key_end - begin)};
-    if (score_gradient_tile<V>(b, t, s).kind == TileKind::Skip) continue;
+    if (!score_gradient_tile<V>(b, t, s).visible) continue;
     for (int64_t q = 0; q < block.count; ++q) {
       Scalar* row = base + q * out.stride_q + begin * out.stride_k;
-      for (int64_t k = 0; k < t.key_count; ++k) row[k * out.stride_k] += s.grad_scores[k * lanes + q];
+      const int64_t seen = s.mask.edge.keys_seen(q, t.key_count);
+      for (int64_t k = 0; k < seen; ++k) row[k * out.stride_k] += s.grad_scores[k * lanes + q];
     }
   }
 }

@@ -28,11 +28,12 @@ struct ForwardScratch : ScoreScratch<V> {
 
 // Zeroes the probabilities of dropped pairs; the factor 1/(1-p) of the kept ones is folded into the end.
 template <class V>
-void drop_probabilities(const AttentionParams& p, const Tile& t, typename V::Scalar* probabilities) {
+void drop_probabilities(const AttentionParams& p, const Tile& t, const CausalEdge& edge,
+                        typename V::Scalar* probabilities) {
   const uint64_t key = dropout_key(p, t.queries.batch, t.queries.head);
   for (int64_t k = 0; k < t.key_count; ++k) {
     const DropoutRow<V> row(key, t.key_begin + k);
-    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    for (int64_t c = first_vector<V>(edge, k, t.lanes); c < t.lanes; c += V::kWidth) {
       typename V::Scalar* x = probabilities + k * t.lanes + c;
       V::store(x, V::select(row.keep(t.queries.begin + c, p.drop_below), V::load(x), V::zero()));
     }
@@ -47,7 +48,7 @@ void accumulate_visible(const Tile& t, Rows<typename V::Scalar> values, int64_t 
     for (int64_t q = 0; q < t.lanes; ++q) {
       typename V::Scalar sum = s.accumulator[d * t.lanes + q] * s.softmax.rescale[q];
       for (int64_t k = 0; k < t.key_count; ++k) {
-        if (s.mask.addend[k * t.lanes + q] == -V::kInfinity) continue;
+        if (hides(s.mask, t.lanes, k, q)) continue;
         sum += values.data[k * values.ld + d] * s.scores[k * t.lanes + q];
       }
       s.accumulator[d * t.lanes + q] = sum;
@@ -57,22 +58,20 @@ void accumulate_visible(const Tile& t, Rows<typename V::Scalar> values, int64_t 
 
 template <class V>
 void forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
-  const TileKind kind = score_tile<V>(p, t, s).kind;
-  if (kind == TileKind::Skip) return;
-  if (kind == TileKind::Masked) apply_mask<V>(s.scores, s.mask.addend, t.key_count * t.lanes);
-  softmax_tile<V>(s.scores, t.lanes, t.key_count, t.lanes, s.softmax);
-  if (p.dropout) drop_probabilities<V>(p, t, s.scores);
+  if (!score_tile<V>(p, t, s).visible) return;
+  apply_mask<V>(t, s.mask, s.scores);
+  softmax_tile<V>(t, s.mask.edge, s.scores, s.softmax);
+  if (p.dropout) drop_probabilities<V>(p, t, s.mask.edge, s.scores);
 
   const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, s.values);
-  if (kind == TileKind::Masked && s.mask.hides_pairs) {
-    if (any_nonfinite<V>(values.data, values.ld, t.key_count, padded_width<V>(p.value_dim))) {
-      accumulate_visible<V>(t, values, p.value_dim, s);
-      return;
-    }
+  const int64_t width = padded_width<V>(p.value_dim);
+  if (s.mask.hides_pairs && any_nonfinite<V>(values.data, values.ld, t.key_count, width)) {
+    accumulate_visible<V>(t, values, p.value_dim, s);
+    return;
   }
-  gemm<V, Lhs::ByColumn, Start::Scale>(
-      {values.data, values.ld, s.scores, t.lanes, s.accumulator, t.lanes, t.key_count, s.softmax.rescale},
-      padded_width<V>(p.value_dim), t.lanes);
+  key_sum<V, Start::Scale>(
+      t, s.mask.edge,
+      {values.data, values.ld, s.scores, t.lanes, s.accumulator, t.lanes, t.key_count, s.softmax.rescale}, width);
 }
 
 // out = O^T / l turned back into rows, lse = m + log l. A row that saw no key has l = 0: out 0, lse -inf.

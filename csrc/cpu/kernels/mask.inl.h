@@ -1,6 +1,8 @@
 // Which pairs of a tile are hidden, and what is added to the scores of the others. Causal order, a mask and padding
-// are resolved together, once a tile: a tile is skipped, or runs as if there were no mask, or carries a block of
-// addends [key][query] in which minus infinity hides a pair. Only the last kind pays.
+// are resolved together, once a tile: a tile is skipped, or runs as if there were no mask, or carries
+//   addends [key][query], from float masks: added to the scores; minus infinity hides the pair;
+//   hidden  [key][query], from bool masks: a byte a pair, 255 where it is hidden;
+//   an edge, where the causal order cuts the tile: products, softmax and gradients leave out what lies beyond.
 #pragma once
 
 #include "params.h"
@@ -9,8 +11,6 @@
 
 namespace mha_ext::kernels {
 namespace {
-
-enum class TileKind { Skip, Plain, Masked };
 
 struct Tile {
   QueryBlock queries;
@@ -23,40 +23,115 @@ MHA_EXT_INLINE QueryBlock keys_of(const AttentionParams& p, const Tile& t) {
   return {t.queries.batch, t.queries.head / (p.heads / p.kv_heads), t.key_begin, t.key_count};
 }
 
-template <typename Scalar>
-struct MaskTile {
-  Scalar* addend;  // [key_count][lanes]
-  Scalar* rows;    // [kBlockQueries][kBlockKeys], a mask as it lies before it is turned
-  bool hides_pairs = false;
+// The causal order inside a tile that it cuts: lane q sees the tile's key k when k <= q + diagonal. Beyond the edge
+// scratch [key][lane] is undefined, except that a vector of lanes is either left out or defined in all its lanes.
+struct CausalEdge {
+  bool cuts = false;
+  int64_t diagonal = 0;
+
+  MHA_EXT_INLINE int64_t keys_seen(int64_t lane, int64_t key_count) const {
+    return cuts ? max_of(0, min_of(lane + diagonal + 1, key_count)) : key_count;
+  }
+  MHA_EXT_INLINE int64_t first_lane(int64_t key) const { return cuts ? max_of(0, key - diagonal) : 0; }
 };
 
-// How many of n entries of a Bool mask hide their pair.
-template <bool kContiguous>
-MHA_EXT_INLINE int64_t count_hidden(const MaskView& m, int64_t offset, int64_t n) {
-  const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
-  int32_t shown = 0;
-  for (int64_t k = 0; k < n; ++k) shown += src[kContiguous ? k : k * m.stride_k] != 0;
-  return m.true_hides ? shown : n - shown;
+// Where the vector begins that holds the first lane to see a key; `lanes` when none does.
+template <class V>
+MHA_EXT_INLINE int64_t first_vector(const CausalEdge& edge, int64_t key, int64_t lanes) {
+  return min_of(edge.first_lane(key) / V::kWidth * V::kWidth, lanes);
 }
 
-// Copies n entries of a mask as addends; returns whether any hides its pair. Of a Bool mask only regions that do are
-// copied (scan_mask).
-template <bool kContiguous, typename Scalar>
-MHA_EXT_INLINE bool mask_addends(const MaskView& m, int64_t offset, int64_t n, Scalar* __restrict dst) {
-  constexpr Scalar kHidden = -FloatFormat<Scalar>::kInfinity;
-  if (m.kind == MaskKind::Bool) {
-    const uint8_t* src = static_cast<const uint8_t*>(m.data) + offset;
-    const Scalar if_set = m.true_hides ? kHidden : Scalar(0), if_not = m.true_hides ? Scalar(0) : kHidden;
-    for (int64_t k = 0; k < n; ++k) dst[k] = src[kContiguous ? k : k * m.stride_k] != 0 ? if_set : if_not;
-    return true;
+template <typename Scalar>
+struct MaskTile {
+  Scalar* addend;        // [kBlockKeys][lanes]
+  Scalar* rows;          // [kBlockQueries][kBlockKeys], a float mask before it is turned, where it is copied
+  uint8_t* hidden;       // [kBlockKeys][kBlockQueries]
+  uint8_t* hidden_rows;  // [kBlockQueries][kBlockKeys]
+  CausalEdge edge;
+  bool has_addends = false, has_hidden = false;
+  bool hides_pairs = false;  // of addends known only after apply_mask or the backward's softmax
+};
+
+// Bytes as lanes, to turn a bool mask.
+struct ByteLanes {
+  using Scalar = uint8_t;
+  static constexpr int kWidth = 16;
+  typedef uint8_t Vec __attribute__((vector_size(16)));
+  typedef uint8_t UnalignedVec __attribute__((vector_size(16), aligned(1), may_alias));
+  static MHA_EXT_INLINE Vec load(const uint8_t* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+  static MHA_EXT_INLINE void store(uint8_t* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+  static MHA_EXT_INLINE Vec interleave_low(Vec a, Vec b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   }
-  const Scalar* src = static_cast<const Scalar*>(m.data) + offset;
-  int32_t hidden = 0;
-  for (int64_t k = 0; k < n; ++k) {
-    dst[k] = src[kContiguous ? k : k * m.stride_k];
-    hidden += dst[k] == kHidden;
+  static MHA_EXT_INLINE Vec interleave_high(Vec a, Vec b) {
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   }
-  return hidden > 0;
+};
+
+// The part of a tile that one mask covers, as it lies: `rows` rows (one, where all queries have the same), from
+// `offset`.
+struct MaskRegion {
+  int64_t offset, rows, keys;
+};
+
+enum class Hidden { None, Some, All };
+
+// A bool mask's region as hidden bytes [rows][kBlockKeys], zero behind its keys.
+template <class V>
+Hidden read_hidden_rows(const MaskView& m, const MaskRegion& r, uint8_t* rows) {
+  using ByteVec = typename V::ByteVec;
+  constexpr int64_t kBytes = sizeof(ByteVec);
+  static_assert(kBlockKeys % kBytes == 0, "whole vectors of bytes");
+  ByteVec any[kBlockKeys / kBytes] = {}, all[kBlockKeys / kBytes];
+  for (ByteVec& vec : all) vec = ByteVec{} == 0;
+  const uint8_t flip = m.true_hides ? 0 : 255;
+  for (int64_t q = 0; q < r.rows; ++q) {
+    const uint8_t* src = static_cast<const uint8_t*>(m.data) + r.offset + q * m.stride_q;
+    uint8_t* row = rows + q * kBlockKeys;
+    if (m.stride_k != 1 || r.keys != kBlockKeys) {
+      __builtin_memset(row, 0, static_cast<size_t>(kBlockKeys));
+      for (int64_t k = 0; k < r.keys; ++k) row[k] = static_cast<uint8_t>((src[k * m.stride_k] != 0 ? 255 : 0) ^ flip);
+    }
+    for (int64_t i = 0; i < kBlockKeys / kBytes; ++i) {
+      ByteVec hidden = V::load_bytes(row + i * kBytes);
+      if (m.stride_k == 1 && r.keys == kBlockKeys) {
+        hidden = (V::load_bytes(src + i * kBytes) != 0) ^ flip;
+        V::store_bytes(row + i * kBytes, hidden);
+      }
+      any[i] |= hidden;
+      all[i] &= hidden;
+    }
+  }
+  alignas(64) uint8_t any_hidden[kBlockKeys], all_hidden[kBlockKeys];
+  for (int64_t i = 0; i < kBlockKeys / kBytes; ++i) {
+    V::store_bytes(any_hidden + i * kBytes, any[i]);
+    V::store_bytes(all_hidden + i * kBytes, all[i]);
+  }
+  uint8_t some = 0, every = 255;
+  for (int64_t k = 0; k < r.keys; ++k) some |= any_hidden[k], every &= all_hidden[k];
+  return some == 0 ? Hidden::None : every != 0 ? Hidden::All : Hidden::Some;
+}
+
+// Adds a bool mask's hidden bytes to those of the tile.
+template <class V>
+void add_hidden(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile<typename V::Scalar>& out) {
+  const bool first = !out.has_hidden;
+  out.has_hidden = out.hides_pairs = true;
+  if (m.stride_q == 0) {
+    for (int64_t k = 0; k < kBlockKeys; ++k) {
+      uint8_t* row = out.hidden + k * kBlockQueries;
+      if (out.hidden_rows[k] != 0 || first)
+        __builtin_memset(row, out.hidden_rows[k], static_cast<size_t>(kBlockQueries));
+    }
+    return;
+  }
+  const int64_t rows = round_up(t.lanes, ByteLanes::kWidth);
+  __builtin_memset(out.hidden_rows + r.rows * kBlockKeys, 0, static_cast<size_t>((rows - r.rows) * kBlockKeys));
+  alignas(64) uint8_t turned[kBlockKeys * kBlockQueries];
+  uint8_t* dst = first ? out.hidden : turned;
+  transpose<ByteLanes>(out.hidden_rows, kBlockKeys, rows, kBlockKeys, dst, kBlockQueries);
+  if (first) return;
+  for (int64_t i = 0; i < kBlockKeys * kBlockQueries; ++i) out.hidden[i] |= turned[i];
 }
 
 // a + b, except that a hidden pair stays hidden whatever the other addend is, and that two finite addends hide nothing.
@@ -67,94 +142,164 @@ MHA_EXT_INLINE typename V::Vec combine_addends(typename V::Vec a, typename V::Ve
   return V::select(b == -V::kInfinity, b, V::select(a == -V::kInfinity, a, finite));
 }
 
-// The part of a tile that one mask covers, as it lies: `rows` rows (one, where all queries have the same), from
-// `offset`.
-struct MaskRegion {
-  int64_t offset, rows, keys;
-};
-
-// What a Bool mask says of its region without a look at each pair.
-MHA_EXT_INLINE TileKind scan_mask(const MaskView& m, const MaskRegion& r) {
-  if (m.kind == MaskKind::Float) return TileKind::Masked;
-  int64_t hidden = 0;
-  for (int64_t q = 0; q < r.rows; ++q) {
-    const int64_t offset = r.offset + q * m.stride_q;
-    hidden += m.stride_k == 1 ? count_hidden<true>(m, offset, r.keys) : count_hidden<false>(m, offset, r.keys);
-  }
-  return hidden == 0 ? TileKind::Plain : hidden == r.rows * r.keys ? TileKind::Skip : TileKind::Masked;
-}
-
-// Adds one mask to the tile's addends, or puts it in their place while there are none (`first`).
+// Adds a float mask to the tile's addends, or puts it in their place while there are none.
 template <class V>
-void add_mask(const MaskView& m, const Tile& t, const MaskRegion& r, bool first, MaskTile<typename V::Scalar>& out) {
+void add_addends(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile<typename V::Scalar>& out) {
   using Scalar = typename V::Scalar;
-  for (int64_t q = 0; q < r.rows; ++q) {
-    const int64_t offset = r.offset + q * m.stride_q;
-    Scalar* row = out.rows + q * kBlockKeys;
-    out.hides_pairs |=
-        m.stride_k == 1 ? mask_addends<true>(m, offset, r.keys, row) : mask_addends<false>(m, offset, r.keys, row);
-  }
-  alignas(64) Scalar turned[kBlockKeys * V::kWidth];
-  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-    if (m.stride_q != 0) {
-      transpose<V>(out.rows + c * kBlockKeys, kBlockKeys, V::kWidth, round_up(r.keys, V::kWidth), turned, V::kWidth);
+  const bool first = !out.has_addends;
+  out.has_addends = true;
+  const Scalar* src = static_cast<const Scalar*>(m.data) + r.offset;
+  int64_t ld = m.stride_q;
+  const bool in_place = m.stride_q != 0 && m.stride_k == 1 && r.keys == kBlockKeys && r.rows == t.lanes;
+  if (!in_place) {
+    for (int64_t q = 0; q < r.rows; ++q) {
+      for (int64_t k = 0; k < r.keys; ++k) out.rows[q * kBlockKeys + k] = src[q * m.stride_q + k * m.stride_k];
     }
+    src = out.rows, ld = kBlockKeys;
+  }
+  alignas(64) Scalar turned[kBlockKeys * kBlockQueries];
+  Scalar* dst = first ? out.addend : turned;
+  if (m.stride_q != 0) {
+    transpose<V>(src, ld, t.lanes, round_up(r.keys, V::kWidth), dst, t.lanes);
+  } else {
     for (int64_t k = 0; k < r.keys; ++k) {
-      const auto addend = m.stride_q != 0 ? V::load(turned + k * V::kWidth) : V::broadcast(out.rows[k]);
-      Scalar* dst = out.addend + k * t.lanes + c;
-      V::store(dst, first ? addend : combine_addends<V>(V::load(dst), addend));
+      for (int64_t c = 0; c < t.lanes; c += V::kWidth) V::store(dst + k * t.lanes + c, V::broadcast(src[k]));
     }
   }
-}
-
-// Hides the pairs with key > query + causal_offset.
-template <class V>
-void add_causal(const AttentionParams& p, const Tile& t, int64_t masked_keys, MaskTile<typename V::Scalar>& out) {
-  using Scalar = typename V::Scalar;
-  for (int64_t k = 0; k < masked_keys; ++k) {
-    const int64_t first_visible = min_of(max_of(t.key_begin + k - p.causal_offset - t.queries.begin, 0), t.lanes);
-    for (int64_t q = 0; q < first_visible; ++q) out.addend[k * t.lanes + q] = -FloatFormat<Scalar>::kInfinity;
+  if (!first) {
+    for (int64_t i = 0; i < r.keys * t.lanes; i += V::kWidth) {
+      V::store(out.addend + i, combine_addends<V>(V::load(out.addend + i), V::load(turned + i)));
+    }
+  } else {  // appended keys have no addend
+    __builtin_memset(out.addend + r.keys * t.lanes, 0,
+                     static_cast<size_t>((t.key_count - r.keys) * t.lanes) * sizeof(Scalar));
   }
-  out.hides_pairs = true;
 }
 
+// Hides the pairs with key > query + causal_offset in a tile that appended keys follow.
+template <typename Scalar>
+void add_causal(const AttentionParams& p, const Tile& t, int64_t masked_keys, MaskTile<Scalar>& out) {
+  if (!out.has_hidden) __builtin_memset(out.hidden, 0, static_cast<size_t>(kBlockKeys * kBlockQueries));
+  out.has_hidden = out.hides_pairs = true;
+  const CausalEdge edge{true, t.queries.begin + p.causal_offset - t.key_begin};
+  for (int64_t k = 0; k < masked_keys; ++k) {
+    __builtin_memset(out.hidden + k * kBlockQueries, 255, static_cast<size_t>(min_of(edge.first_lane(k), t.lanes)));
+  }
+}
+
+// Finds what hides pairs of the tile; false when no pair is visible.
 template <class V>
-TileKind resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::Scalar>& out) {
-  out.hides_pairs = false;
+bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::Scalar>& out) {
+  out.has_addends = out.has_hidden = out.hides_pairs = false;
+  out.edge = {};
   const int64_t masked_keys = max_of(0, min_of(t.key_count, p.num_keys - p.appended_keys - t.key_begin));
-  if (masked_keys == 0) return TileKind::Plain;
+  if (masked_keys == 0) return true;
   const int64_t last_query = t.queries.begin + t.queries.count - 1;
   const bool covers_tile = masked_keys == t.key_count;
-  if (p.causal && covers_tile && t.key_begin > last_query + p.causal_offset) return TileKind::Skip;
-  const bool causal_cuts = p.causal && t.key_begin + masked_keys - 1 > t.queries.begin + p.causal_offset;
+  if (p.causal && covers_tile && t.key_begin > last_query + p.causal_offset) return false;
 
-  bool first = true;
   for (const MaskView& m : p.masks) {
     if (m.kind == MaskKind::None) continue;
     const MaskRegion region{t.queries.batch * m.stride_b + t.queries.head * m.stride_h + t.queries.begin * m.stride_q +
                                 t.key_begin * m.stride_k,
                             m.stride_q == 0 ? 1 : t.queries.count, masked_keys};
-    const TileKind kind = scan_mask(m, region);
-    if (kind == TileKind::Skip && covers_tile) return TileKind::Skip;
-    if (kind == TileKind::Plain) continue;
-    add_mask<V>(m, t, region, first, out);
-    first = false;
+    if (m.kind == MaskKind::Float) {
+      add_addends<V>(m, t, region, out);
+      continue;
+    }
+    const Hidden hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
+    if (hidden == Hidden::All && covers_tile) return false;
+    if (hidden != Hidden::None) add_hidden<V>(m, t, region, out);
   }
-  if (first && !causal_cuts) return TileKind::Plain;
-  const int64_t untouched = first ? 0 : masked_keys;  // appended keys, or all before the causal order is written
-  __builtin_memset(out.addend + untouched * t.lanes, 0,
-                   static_cast<size_t>((t.key_count - untouched) * t.lanes) * sizeof(*out.addend));
-  if (causal_cuts) add_causal<V>(p, t, masked_keys, out);
-  return TileKind::Masked;
+  if (!p.causal || t.key_begin + masked_keys - 1 <= t.queries.begin + p.causal_offset) return true;
+  if (covers_tile) {
+    out.edge = {true, t.queries.begin + p.causal_offset - t.key_begin};
+    out.hides_pairs = true;
+  } else {
+    add_causal(p, t, masked_keys, out);
+  }
+  return true;
 }
 
-// Scores plus addends; a hidden pair becomes minus infinity even where the score is NaN.
-template <class V>
-void apply_mask(typename V::Scalar* scores, const typename V::Scalar* addend, int64_t count) {
-  for (int64_t i = 0; i < count; i += V::kWidth) {
-    const typename V::Vec a = V::load(addend + i);
-    V::store(scores + i, V::select(a == -V::kInfinity, a, V::load(scores + i) + a));
+// Whether a pair of the tile is hidden.
+template <typename Scalar>
+MHA_EXT_INLINE bool hides(const MaskTile<Scalar>& mask, int64_t lanes, int64_t key, int64_t lane) {
+  if (lane < mask.edge.first_lane(key)) return true;
+  if (mask.has_hidden && mask.hidden[key * kBlockQueries + lane] != 0) return true;
+  return mask.has_addends && mask.addend[key * lanes + lane] == -FloatFormat<Scalar>::kInfinity;
+}
+
+// What a tile carries, known to the compiler: kHidden and kAddends say what there is, kEdge whether there may be an
+// edge.
+template <bool kHiddenBytes, bool kFloatAddends, bool kCausalEdge>
+struct MaskParts {
+  static constexpr bool kHidden = kHiddenBytes, kAddends = kFloatAddends, kEdge = kCausalEdge;
+  static constexpr bool kAny = kHidden || kAddends || kEdge;
+};
+
+template <typename Scalar, class Run>
+MHA_EXT_INLINE void with_parts(const MaskTile<Scalar>& mask, const Run& run) {
+  if (mask.has_hidden) {
+    mask.has_addends ? run(MaskParts<true, true, true>()) : run(MaskParts<true, false, true>());
+  } else if (mask.has_addends) {
+    run(MaskParts<false, true, true>());
+  } else {
+    mask.edge.cuts ? run(MaskParts<false, false, true>()) : run(MaskParts<false, false, false>());
   }
+}
+
+// What a tile carries for one of its keys.
+template <typename Scalar>
+struct MaskRow {
+  const Scalar* addend;
+  const uint8_t* hidden;
+  int64_t first_lane;
+
+  MHA_EXT_INLINE MaskRow(const MaskTile<Scalar>& mask, int64_t lanes, int64_t key)
+      : addend(mask.addend + key * lanes),
+        hidden(mask.hidden + key * kBlockQueries),
+        first_lane(mask.edge.first_lane(key)) {}
+};
+
+// Of the vector that begins at lane c: the masked scores, plus the addend, or minus infinity even where the score is
+// NaN; and which lanes are hidden.
+template <class V, class Parts>
+MHA_EXT_INLINE typename V::Vec mask_vector(const MaskRow<typename V::Scalar>& row, int64_t c, typename V::Vec score,
+                                           typename V::IntVec& hidden) {
+  hidden = typename V::IntVec{};
+  if constexpr (Parts::kHidden) hidden = V::widen_bytes(row.hidden + c);
+  if constexpr (Parts::kAddends) {
+    const typename V::Vec addend = V::load(row.addend + c);
+    hidden |= addend == -V::kInfinity;
+    score += addend;
+  }
+  if constexpr (Parts::kEdge) {
+    if (row.first_lane > c) hidden |= V::first_lanes(row.first_lane - c);
+  }
+  return V::select(hidden, V::broadcast(-V::kInfinity), score);
+}
+
+template <class V>
+void apply_mask(const Tile& t, MaskTile<typename V::Scalar>& mask, typename V::Scalar* scores) {
+  with_parts(mask, [&](auto parts) {
+    using Parts = decltype(parts);
+    if constexpr (!Parts::kAny) return;
+    constexpr bool kOnlyEdge = !Parts::kHidden && !Parts::kAddends;
+    const MaskTile<typename V::Scalar> local = mask;  // a copy: the compiler must not expect the stores to change it
+    const int64_t key_count = t.key_count, lanes = t.lanes;
+    typename V::IntVec any_hidden{};
+    for (int64_t k = 0; k < key_count; ++k) {
+      const MaskRow<typename V::Scalar> row(local, lanes, k);
+      const int64_t end = kOnlyEdge ? min_of(round_up(row.first_lane, V::kWidth), lanes) : lanes;
+      for (int64_t c = first_vector<V>(local.edge, k, lanes); c < end; c += V::kWidth) {
+        typename V::Scalar* score = scores + k * lanes + c;
+        typename V::IntVec hidden;
+        V::store(score, mask_vector<V, Parts>(row, c, V::load(score), hidden));
+        if constexpr (Parts::kAddends) any_hidden |= hidden;
+      }
+    }
+    if constexpr (Parts::kAddends) mask.hides_pairs = mask.hides_pairs || V::any(any_hidden);
+  });
 }
 
 }  // namespace

@@ -27,11 +27,10 @@ struct GemmOperands {
   const Scalar* factor = nullptr;  // Start::Scale: one factor a lane
 };
 
-template <class V, Lhs kLhs, Start kStart, int kCols>
+template <class V, Lhs kLhs, Start kStart, int R, int kCols>
 MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_t row, int64_t col) {
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
-  constexpr int R = V::kGemmRows;
   Scalar* c = g.c + row * g.ldc + col;
   Vec acc[R][kCols];
 #pragma GCC unroll 16
@@ -69,7 +68,17 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
 
 template <class V, Lhs kLhs, Start kStart, int kCols>
 __attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
-  for (int64_t row = 0; row < rows; row += V::kGemmRows) gemm_block<V, kLhs, kStart, kCols>(g, row, col);
+  for (int64_t row = 0; row < rows; row += V::kGemmRows) {
+    gemm_block<V, kLhs, kStart, V::kGemmRows, kCols>(g, row, col);
+  }
+}
+
+// One vector of columns. Eight rows at a time, on every instruction set: fewer sums would wait for one another.
+template <class V, Lhs kLhs, Start kStart>
+__attribute__((noinline)) void gemm_column(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
+  int64_t row = 0;
+  for (; row + 8 <= rows; row += 8) gemm_block<V, kLhs, kStart, 8, 1>(g, row, col);
+  for (; row < rows; row += V::kGemmRows) gemm_block<V, kLhs, kStart, V::kGemmRows, 1>(g, row, col);
 }
 
 // rows: a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels of at most kGemmCols

@@ -62,6 +62,8 @@ struct ScoreScratch {
     softmax = {arena.take<Scalar>(kBlockQueries), arena.take<Scalar>(kBlockQueries), arena.take<Scalar>(kBlockQueries)};
     mask.addend = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     mask.rows = arena.take<Scalar>(kBlockKeys * kBlockQueries);
+    mask.hidden = arena.take<uint8_t>(kBlockKeys * kBlockQueries);
+    mask.hidden_rows = arena.take<uint8_t>(kBlockKeys * kBlockQueries);
   }
 };
 
@@ -74,19 +76,61 @@ void load_queries(const AttentionParams& p, const QueryBlock& block, int64_t lan
 
 template <class V>
 struct ScoredTile {
-  TileKind kind;
+  bool visible;  // else nothing was computed
   Rows<typename V::Scalar> keys;
 };
 
-// S^T without the mask, whose addends are left in scratch; nothing when the tile is skipped.
+// The products of a tile, less what lies beyond its causal edge:
+// rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
+template <class V>
+void pair_product(const Tile& t, const CausalEdge& edge, const GemmOperands<typename V::Scalar>& g) {
+  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Zero>(g, round_up(t.key_count, V::kGemmRows), t.lanes);
+  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    const int64_t keys = edge.keys_seen(c + V::kWidth - 1, t.key_count);
+    gemm_column<V, Lhs::ByRow, Start::Zero>(g, round_up(keys, V::kGemmRows), c);
+  }
+}
+
+// sums over keys, columns are lanes, O^T += V^T P^T and dQ^T += K^T dS^T;
+template <class V, Start kStart>
+void key_sum(const Tile& t, const CausalEdge& edge, GemmOperands<typename V::Scalar> g, int64_t width) {
+  if (!edge.cuts) return gemm<V, Lhs::ByColumn, kStart>(g, width, t.lanes);
+  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    g.depth = edge.keys_seen(c + V::kWidth - 1, t.key_count);
+    gemm_column<V, Lhs::ByColumn, kStart>(g, width, c);
+  }
+}
+
+// sums over lanes, rows are keys, dV += P^T dO and dK += dS^T Q. Where the edge passes between two vectors within a
+// group of rows, the earlier one holds zeros (fill_group_with_zeros).
+template <class V>
+void lane_sum(const Tile& t, const CausalEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
+  const int64_t rows = round_up(t.key_count, V::kGemmRows);
+  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Add>(g, rows, width);
+  for (int64_t k = 0; k < rows; k += V::kGemmRows) {
+    const int64_t q = first_vector<V>(edge, k, t.lanes);
+    gemm<V, Lhs::ByRow, Start::Add>(
+        {g.a + k * g.lda + q, g.lda, g.b + q * g.ldb, g.ldb, g.c + k * g.ldc, g.ldc, max_of(0, g.depth - q)},
+        V::kGemmRows, width);
+  }
+}
+
+template <class V>
+void fill_group_with_zeros(const Tile& t, const CausalEdge& edge, int64_t key, typename V::Scalar* pairs) {
+  const int64_t end = first_vector<V>(edge, key, t.lanes);
+  for (int64_t c = first_vector<V>(edge, key / V::kGemmRows * V::kGemmRows, t.lanes); c < end; c += V::kWidth) {
+    V::store(pairs + key * t.lanes + c, V::zero());
+  }
+}
+
+// S^T before the mask, which is left in scratch; nothing when no pair is visible.
 template <class V>
 ScoredTile<V> score_tile(const AttentionParams& p, const Tile& t, ScoreScratch<V>& s) {
   ScoredTile<V> tile{resolve_mask<V>(p, t, s.mask), {}};
-  if (tile.kind == TileKind::Skip) return tile;
+  if (!tile.visible) return tile;
   tile.keys = key_rows<V>(p.key, keys_of(p, t), p.head_dim, s.keys);
-  gemm<V, Lhs::ByRow, Start::Zero>(
-      {tile.keys.data, tile.keys.ld, s.query_columns, t.lanes, s.scores, t.lanes, p.head_dim},
-      round_up(t.key_count, V::kGemmRows), t.lanes);
+  pair_product<V>(t, s.mask.edge,
+                  {tile.keys.data, tile.keys.ld, s.query_columns, t.lanes, s.scores, t.lanes, p.head_dim});
   return tile;
 }
 
@@ -96,10 +140,9 @@ void run_softmax(const AttentionParams& p, const QueryBlock& block, int64_t lane
   clear<V>(s.softmax, lanes);
   for (int64_t begin = 0; begin < p.num_keys; begin += kBlockKeys) {
     const Tile t{block, lanes, begin, min_of(kBlockKeys, p.num_keys - begin)};
-    const TileKind kind = score_tile<V>(p, t, s).kind;
-    if (kind == TileKind::Skip) continue;
-    if (kind == TileKind::Masked) apply_mask<V>(s.scores, s.mask.addend, t.key_count * lanes);
-    softmax_tile<V>(s.scores, lanes, t.key_count, lanes, s.softmax);
+    if (!score_tile<V>(p, t, s).visible) continue;
+    apply_mask<V>(t, s.mask, s.scores);
+    softmax_tile<V>(t, s.mask.edge, s.scores, s.softmax);
   }
 }
 

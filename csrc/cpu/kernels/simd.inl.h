@@ -42,10 +42,20 @@ struct Simd {
   typedef Scalar UnalignedVec __attribute__((vector_size(kBytes), aligned(sizeof(Scalar)), may_alias));
   typedef typename Format::Int IntVec __attribute__((vector_size(kBytes)));
   typedef int32_t Int32Vec __attribute__((vector_size(kWidth * 4)));
+  typedef uint8_t ByteVec __attribute__((vector_size(kBytes)));
+  typedef uint8_t UnalignedByteVec __attribute__((vector_size(kBytes), aligned(1), may_alias));
   typedef uint32_t HashVec __attribute__((vector_size(kWidth * 4)));
 
   static MHA_EXT_INLINE Vec load(const Scalar* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
   static MHA_EXT_INLINE void store(Scalar* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+  static MHA_EXT_INLINE ByteVec load_bytes(const uint8_t* p) { return *reinterpret_cast<const UnalignedByteVec*>(p); }
+  static MHA_EXT_INLINE void store_bytes(uint8_t* p, ByteVec v) { *reinterpret_cast<UnalignedByteVec*>(p) = v; }
+  // One byte, 0 or 255, a lane.
+  static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
+    IntVec lanes;
+    for (int i = 0; i < kWidth; ++i) lanes[i] = static_cast<int8_t>(p[i]);
+    return lanes;
+  }
   static MHA_EXT_INLINE Vec zero() { return Vec{}; }
   static MHA_EXT_INLINE Vec broadcast(Scalar s) { return s - Vec{}; }
 
@@ -56,6 +66,13 @@ struct Simd {
     typename Format::Int bits = 0;
     for (int i = 0; i < kWidth; ++i) bits |= condition[i];
     return bits != 0;
+  }
+
+  // Set in lanes 0 ... count - 1.
+  static MHA_EXT_INLINE IntVec first_lanes(int64_t count) {
+    IntVec lane;
+    for (int i = 0; i < kWidth; ++i) lane[i] = i;
+    return lane < static_cast<typename Format::Int>(count);
   }
 
   // p * 2^n for an integer n in the range of normal numbers; `shifted` is n + kRoundToInteger.

@@ -1,6 +1,7 @@
 // exp, and the online softmax (Milakov & Gimelshein 2018) with one query a lane.
 #pragma once
 
+#include "mask.inl.h"
 #include "simd.inl.h"
 
 namespace mha_ext::kernels {
@@ -79,12 +80,14 @@ MHA_EXT_INLINE typename V::Vec finite_reference(typename V::Vec maximum) {
   return V::select(maximum == -V::kInfinity, V::zero(), maximum);
 }
 
-// scores [keys][ld] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
+// scores [key][lane] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
 template <class V>
-void softmax_tile(typename V::Scalar* scores, int64_t ld, int64_t keys, int64_t lanes,
+void softmax_tile(const Tile& t, const CausalEdge& edge, typename V::Scalar* scores,
                   const RunningSoftmax<typename V::Scalar>& state) {
   using Vec = typename V::Vec;
-  for (int64_t c = 0; c < lanes; c += V::kWidth) {
+  const int64_t ld = t.lanes;
+  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    const int64_t keys = edge.keys_seen(c + V::kWidth - 1, t.key_count);
     const Vec before = V::load(state.maximum + c);
     Vec m0 = before, m1 = before;
     int64_t k = 0;

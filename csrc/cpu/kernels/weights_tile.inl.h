@@ -25,13 +25,12 @@ struct WeightsScratch : ScoreScratch<V> {
 // Adds one head's weights of a tile to s.weights.
 template <class V>
 void add_weights_tile(const AttentionParams& p, const Tile& t, typename V::Scalar factor, WeightsScratch<V>& s) {
-  const TileKind kind = score_tile<V>(p, t, s).kind;
-  if (kind == TileKind::Skip) return;
-  if (kind == TileKind::Masked) apply_mask<V>(s.scores, s.mask.addend, t.key_count * t.lanes);
+  if (!score_tile<V>(p, t, s).visible) return;
+  apply_mask<V>(t, s.mask, s.scores);
   const uint64_t key = p.dropout ? dropout_key(p, t.queries.batch, t.queries.head) : 0;
   for (int64_t k = 0; k < t.key_count; ++k) {
     const DropoutRow<V> row(key, t.key_begin + k);
-    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    for (int64_t c = first_vector<V>(s.mask.edge, k, t.lanes); c < t.lanes; c += V::kWidth) {
       typename V::Vec weight =
           factor * probability_of<V, true>(V::load(s.scores + k * t.lanes + c), V::load(s.softmax.maximum + c),
                                            V::load(s.softmax.sum + c));
