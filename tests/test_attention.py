@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -254,6 +255,35 @@ def test_thread_count_changes_no_bit(dtype: torch.dtype, options: dict[str, obje
             results.append([out, lse, *grads.values()])
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"causal": 1}, {"mask": "bool:B1TS", "padding": "float32"}], ids=str)
+@pytest.mark.parametrize("sizes", [(6, 2, 1, 70, 1100, 16), (3, 1, 1, 130, 1030, 8)], ids=str)
+def test_neither_threads_nor_a_split_of_the_batch_change_a_bit(
+    dtype: torch.dtype, options: dict[str, object], sizes: tuple[int, ...]
+) -> None:
+    """Blocks of queries and ranges of keys are cut otherwise for one sample than for many, and for more threads."""
+    problem = build(Case(*sizes, dtype=dtype, **options))
+    with threads(1):
+        out, lse, grads = run(problem)
+    want = [out, lse, *(grads[name] for name in ("query", "key", "value"))]
+    for count in (1, 2, 8):
+        found = []
+        for sample in range(sizes[0]):
+            part = replace(
+                problem,
+                **{
+                    name: value[sample : sample + 1]
+                    for name, value in vars(problem).items()
+                    if isinstance(value, torch.Tensor) and value.shape[:1] == sizes[:1]
+                },
+            )
+            with threads(count):
+                out, lse, grads = run(part)
+            found.append([out, lse, *(grads[name] for name in ("query", "key", "value"))])
+        for name, whole, parts in zip(("out", "lse", "dq", "dk", "dv"), want, zip(*found, strict=True), strict=True):
+            assert torch.equal(whole, torch.cat(parts)), f"{name}, {count} threads"
 
 
 # ------------------------------------------------------------------------------------------------- the functional call

@@ -1,7 +1,6 @@
 #include "backward.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
 #include "parallel.h"
@@ -23,25 +22,29 @@ at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& targ
   return at::empty({t.size(0), t.size(2), t.size(1), t.size(3)}, t.options()).transpose(1, 2);
 }
 
-// dQ, dK, dV. With several ranges of keys each leaves its share of dQ apart, and the shares are added in order.
+// dQ, dK, dV. A unit is a key/value head, or one of its ranges of keys: each then leaves its share of dQ apart.
 void input_gradients(BackwardParams& b, const at::Tensor& grad_query, at::ScalarType compute) {
   const AttentionParams& p = b.attention;
   const KernelTable& kernel = kernels_for(compute);
-  const int64_t range = key_range_size(p.batch * p.kv_heads, p.num_keys);
+  b.range_keys = key_range_size(p.kv_heads, p.num_keys);
+  const int64_t range = splits_heads(p.batch * p.kv_heads, thread_count()) ? b.range_keys : p.num_keys;
   const int64_t ranges = divide_up(p.num_keys, range);
-  at::Tensor partial;
+  at::Tensor shares;
   if (ranges > 1 && grad_query.defined()) {
-    partial = at::empty({ranges, p.batch, p.heads, p.num_queries, p.head_dim}, grad_query.options().dtype(compute));
-    b.grad_query_partial = partial.mutable_data_ptr();
+    shares = at::empty({ranges, p.batch, p.heads, p.num_queries, p.head_dim}, grad_query.options().dtype(compute));
+    b.grad_query_shares = shares.mutable_data_ptr();
   }
   const double work = multiply_adds(p, p.num_queries * (p.heads / p.kv_heads), range);
   parallel_units(p.batch * p.kv_heads * ranges, work, kernel.backward_scratch_bytes(p, std::min(range, p.num_keys)),
                  [&](int64_t unit, void* scratch) {
-                   const int64_t split = unit % ranges, row = unit / ranges;
-                   const int64_t begin = split * range, end = std::min(begin + range, p.num_keys);
-                   kernel.backward_range(b, {row / p.kv_heads, row % p.kv_heads, begin, end, split}, scratch);
+                   const int64_t row = unit / ranges, begin = unit % ranges * range;
+                   const int64_t end = std::min(begin + range, p.num_keys);
+                   kernel.backward_range(b, {row / p.kv_heads, row % p.kv_heads, begin, end}, scratch);
                  });
-  if (partial.defined()) grad_query.copy_(partial.sum(0));
+  if (!shares.defined()) return;
+  const at::Tensor sum = shares[0];
+  for (int64_t i = 1; i < ranges; ++i) sum.add_(shares[i]);
+  grad_query.copy_(sum.mul_(p.scale));
 }
 
 // d(mask) in the shape of the mask. A unit owns a piece of the gradient and adds to it, in order, the tiles of every

@@ -11,6 +11,9 @@
 
 namespace mha_ext::cpu {
 
+// Threads that a call may use.
+inline int64_t thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
 // Calls run(unit, scratch) once for every unit in [0, units); each thread has one scratch buffer of its own.
 template <typename Run>
 void parallel_units(int64_t units, double multiply_adds_per_unit, size_t scratch_bytes, const Run& run) {
@@ -23,8 +26,8 @@ void parallel_units(int64_t units, double multiply_adds_per_unit, size_t scratch
       for (int64_t unit = begin; unit < std::min(begin + step, units); ++unit) run(unit, scratch.get());
     }
   };
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), divide_up(units, step));
-  if (threads <= 1 || at::in_parallel_region()) {
+  const int64_t threads = std::min(thread_count(), divide_up(units, step));
+  if (threads <= 1) {
     drain();
   } else {
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { drain(); });

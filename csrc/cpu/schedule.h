@@ -1,18 +1,24 @@
-// How the work of one call is cut into units. Sizes in, sizes out: no tensors, no threads. A unit's result depends on
-// the shape alone, never on how many threads share the units, so results are the same to the bit for any thread count.
+// How the work of one call is cut into units. Sizes in, sizes out: no tensors. What a unit computes for one query, or
+// one key, does not depend on the cut, so results are the same to the bit for any thread count and any split of the
+// batch.
 #pragma once
 
 #include <cstdint>
 
 namespace mha_ext::cpu {
 
-// Queries of one head in blocks of at most `kernels::kBlockQueries`, as even as whole vectors allow: 65 queries run as
-// 48 + 17 on 16 lanes, not as 64 + 1.
-int64_t query_block_size(int64_t num_queries, int64_t vector_width);
+// Queries of one head in blocks of at most `kernels::kBlockQueries`, or half of that where there are few blocks for the
+// threads, as even as whole vectors allow: 65 queries run as 48 + 17 on 16 lanes, not as 64 + 1. `rows` is batch x
+// heads.
+int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t rows, int64_t threads);
 
-// Keys of one key/value head in backward: with few heads they are cut into ranges, so that more threads than heads can
-// work; each range adds its share of dQ in a fixed order. Returns keys a range.
-int64_t key_range_size(int64_t batch_times_kv_heads, int64_t num_keys);
+// Keys of one key/value head in backward come in ranges, so that with few heads more threads can work. Each range has
+// its share of dQ, and the shares are added in order, by one thread or by many. Returns keys a range; a multiple of
+// `kernels::kBlockKeys`.
+int64_t key_range_size(int64_t kv_heads, int64_t num_keys);
+
+// Whether ranges are units of work; else a whole head is. `rows` is batch x key/value heads.
+bool splits_heads(int64_t rows, int64_t threads);
 
 // Units handed to one thread at a time, so that a task is worth the hand-over (about 20 us).
 int64_t units_per_task(double multiply_adds_per_unit);

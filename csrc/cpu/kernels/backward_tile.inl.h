@@ -14,15 +14,18 @@
 namespace mha_ext::kernels {
 namespace {
 
+enum class Finiteness { Unknown, Finite, NotFinite };
+
 // `scores` becomes P^T; softmax.maximum and .sum hold the two parts of the log-sum-exp.
 template <class V>
 struct BackwardScratch : ScoreScratch<V> {
   using Scalar = typename V::Scalar;
   Scalar *grad_rows, *grad_columns, *out_rows, *delta;  // of the block of queries
   Scalar *values, *grad_scores;                         // of the tile
-  Scalar *grad_query, *grad_query_rows;                 // [D][lanes] and [lanes][D]
+  Scalar *grad_query, *grad_query_sum;                  // of one range of keys, and of those before: [D][lanes]
+  Scalar* grad_query_rows;                              // [lanes][D]
   Scalar *grad_key, *grad_value;                        // of the range of keys
-  bool finite_queries = true, finite_grads = true;
+  Finiteness finiteness = Finiteness::Unknown;          // of Q and dO of the block
 
   BackwardScratch(Arena&& arena, const AttentionParams& p, int64_t range_keys) : ScoreScratch<V>(arena, p) {
     const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
@@ -34,6 +37,7 @@ struct BackwardScratch : ScoreScratch<V> {
     values = arena.take<Scalar>(kBlockKeys * dv);
     grad_scores = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     grad_query = arena.take<Scalar>(kBlockQueries * d);
+    grad_query_sum = arena.take<Scalar>(kBlockQueries * d);
     grad_query_rows = arena.take<Scalar>(kBlockQueries * d);
     grad_key = arena.take<Scalar>(rows * d);
     grad_value = arena.take<Scalar>(rows * dv);
@@ -48,7 +52,8 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
   const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
-  load_queries<V>(p, block, lanes, s);
+  read_rows<V>(p.query, block, lanes, p.head_dim, static_cast<Scalar>(p.scale), s.query_rows, d);
+  transpose<V>(s.query_rows, d, lanes, d, s.query_columns, lanes);
   if (b.grad_out.data != nullptr) {
     read_rows<V>(b.grad_out, block, lanes, p.value_dim, Scalar(1), s.grad_rows, dv);
     read_rows<V>(b.out, block, lanes, p.value_dim, Scalar(1), s.out_rows, dv);
@@ -71,8 +76,7 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
     s.delta[q] = real && grad_lse != nullptr ? delta - grad_lse[q] : delta;
   }
   load_lse<V>(b.lse, p, block, lanes, s);
-  s.finite_queries = !any_nonfinite<V>(s.query_rows, d, lanes, d);
-  s.finite_grads = !any_nonfinite<V>(s.grad_rows, dv, lanes, dv);
+  s.finiteness = Finiteness::Unknown;
 }
 
 // P^T and dS^T from S^T (in s.scores) and dP^T (in s.grad_scores).
@@ -183,6 +187,18 @@ void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, const
   }
 }
 
+// Whether a product over all pairs would make 0 * infinity of a hidden one.
+template <class V>
+bool meets_nonfinite(const AttentionParams& p, const Tile& t, const ScoredTile<V>& tile, BackwardScratch<V>& s) {
+  if (!s.mask.hides_pairs) return false;
+  const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
+  if (s.finiteness == Finiteness::Unknown) {
+    const bool found = any_nonfinite<V>(s.query_rows, d, t.lanes, d) || any_nonfinite<V>(s.grad_rows, dv, t.lanes, dv);
+    s.finiteness = found ? Finiteness::NotFinite : Finiteness::Finite;
+  }
+  return s.finiteness == Finiteness::NotFinite || any_nonfinite<V>(tile.keys.data, tile.keys.ld, t.key_count, d);
+}
+
 template <class V>
 void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range, BackwardScratch<V>& s) {
   using Scalar = typename V::Scalar;
@@ -193,11 +209,9 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
   Scalar* grad_key = s.grad_key + key_in_range * d;
   Scalar* grad_value = s.grad_value + key_in_range * dv;
   const CausalEdge& edge = s.mask.edge;
-  if (s.mask.hides_pairs) {
-    if (!s.finite_queries || !s.finite_grads || any_nonfinite<V>(tile.keys.data, tile.keys.ld, t.key_count, d)) {
-      accumulate_visible_gradients<V>(p, t, tile, grad_key, grad_value, s);
-      return;
-    }
+  if (meets_nonfinite<V>(p, t, tile, s)) {
+    accumulate_visible_gradients<V>(p, t, tile, grad_key, grad_value, s);
+    return;
   }
   key_sum<V, Start::Add>(t, edge,
                          {tile.keys.data, tile.keys.ld, s.grad_scores, t.lanes, s.grad_query, t.lanes, t.key_count}, d);
@@ -206,26 +220,38 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
 }
 
 template <class V>
-void write_grad_query(const BackwardParams& b, const QueryBlock& block, int64_t lanes, int64_t split,
+void add_share(int64_t count, bool first, BackwardScratch<V>& s) {
+  if (first) {
+    typename V::Scalar* share = s.grad_query;
+    s.grad_query = s.grad_query_sum;
+    s.grad_query_sum = share;
+    return;
+  }
+  for (int64_t i = 0; i < count; i += V::kWidth) {
+    V::store(s.grad_query_sum + i, V::load(s.grad_query_sum + i) + V::load(s.grad_query + i));
+  }
+}
+
+template <class V>
+void write_grad_query(const BackwardParams& b, const QueryBlock& block, int64_t lanes, int64_t range,
                       BackwardScratch<V>& s) {
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
   const int64_t width = padded_width<V>(p.head_dim);
   const Scalar scale = static_cast<Scalar>(p.scale);
-  for (int64_t i = 0; i < width * lanes; i += V::kWidth) V::store(s.grad_query + i, V::load(s.grad_query + i) * scale);
-  transpose<V>(s.grad_query, lanes, width, lanes, s.grad_query_rows, width);
-  if (b.grad_query_partial == nullptr) {
-    write_rows(b.grad_query, block, p.head_dim, s.grad_query_rows, width);
+  if (b.grad_query_shares == nullptr) {
+    const auto scaled = [=](auto x, int64_t) { return x * scale; };
+    write_columns<V>(b.grad_query, block, lanes, p.head_dim, s.grad_query_sum, s.grad_query_rows, width, scaled);
     return;
   }
-  MutableTensorView partial;
-  partial.type = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
-  partial.stride_d = 1;
-  partial.stride_t = p.head_dim;
-  partial.stride_h = p.num_queries * partial.stride_t;
-  partial.stride_b = p.heads * partial.stride_h;
-  partial.data = static_cast<Scalar*>(b.grad_query_partial) + split * p.batch * partial.stride_b;
-  write_rows(partial, block, p.head_dim, s.grad_query_rows, width);
+  MutableTensorView share;
+  share.type = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
+  share.stride_d = 1;
+  share.stride_t = p.head_dim;
+  share.stride_h = p.num_queries * share.stride_t;
+  share.stride_b = p.heads * share.stride_h;
+  share.data = static_cast<Scalar*>(b.grad_query_shares) + range * p.batch * share.stride_b;
+  write_columns<V>(share, block, lanes, p.head_dim, s.grad_query_sum, s.grad_query_rows, width, Unchanged());
 }
 
 template <class V>
@@ -244,12 +270,16 @@ void backward_range(const BackwardParams& b, const KeyRange& range, void* scratc
       const int64_t lanes = round_up(block.count, V::kWidth);
       load_query_block<V>(b, block, lanes, s);
       if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
-      __builtin_memset(s.grad_query, 0, static_cast<size_t>(d * lanes) * sizeof(Scalar));
-      for (int64_t k = range.begin; k < range.end; k += kBlockKeys) {
-        backward_tile<V>(b, {block, lanes, k, min_of(kBlockKeys, range.end - k)}, k - range.begin, s);
+      for (int64_t begin = range.begin; begin < range.end; begin += b.range_keys) {
+        const int64_t end = min_of(begin + b.range_keys, range.end);
+        __builtin_memset(s.grad_query, 0, static_cast<size_t>(d * lanes) * sizeof(Scalar));
+        for (int64_t k = begin; k < end; k += kBlockKeys) {
+          backward_tile<V>(b, {block, lanes, k, min_of(kBlockKeys, end - k)}, k - range.begin, s);
+        }
+        add_share<V>(d * lanes, begin == range.begin, s);
       }
-      if (b.grad_query.data != nullptr || b.grad_query_partial != nullptr) {
-        write_grad_query<V>(b, block, lanes, range.split, s);
+      if (b.grad_query.data != nullptr || b.grad_query_shares != nullptr) {
+        write_grad_query<V>(b, block, lanes, range.begin / b.range_keys, s);
       }
     }
   }

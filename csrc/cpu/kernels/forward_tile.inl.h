@@ -87,14 +87,8 @@ void finish_forward(const ForwardParams& f, const QueryBlock& block, int64_t lan
     lse[q] = sum == 0 ? -V::kInfinity : s.softmax.maximum[q] + static_cast<Scalar>(__builtin_log(sum));
     s.softmax.rescale[q] = sum == 0 ? Scalar(0) : keep_scale / sum;
   }
-  for (int64_t d = 0; d < width; ++d) {
-    for (int64_t c = 0; c < lanes; c += V::kWidth) {
-      Scalar* x = s.accumulator + d * lanes + c;
-      V::store(x, V::load(x) * V::load(s.softmax.rescale + c));
-    }
-  }
-  transpose<V>(s.accumulator, lanes, width, lanes, s.out_rows, width);
-  write_rows(f.out, block, p.value_dim, s.out_rows, width);
+  write_columns<V>(f.out, block, lanes, p.value_dim, s.accumulator, s.out_rows, width,
+                   [&](auto x, int64_t lane) { return x * V::load(s.softmax.rescale + lane); });
 }
 
 template <class V>
@@ -103,7 +97,7 @@ void forward_block(const ForwardParams& f, const QueryBlock& block, void* scratc
   const AttentionParams& p = f.attention;
   ForwardScratch<V> s(Arena(scratch), p);
   const int64_t lanes = round_up(block.count, V::kWidth);
-  load_queries<V>(p, block, lanes, s);
+  load_query_columns<V>(p, block, lanes, s);
   clear<V>(s.softmax, lanes);
   __builtin_memset(s.accumulator, 0, static_cast<size_t>(padded_width<V>(p.value_dim) * lanes) * sizeof(Scalar));
   for (int64_t k = 0; k < p.num_keys; k += kBlockKeys) {

@@ -10,8 +10,8 @@ struct KernelTable {
   void (*forward_block)(const ForwardParams&, const QueryBlock&, void* scratch);
   size_t (*forward_scratch_bytes)(const AttentionParams&);
 
-  // Gradients of one key/value head over a range of its keys, from every query of its group of heads:
-  // dK and dV of the range complete, dQ complete when the range is the whole, else its share.
+  // Gradients of one key/value head over one range of its keys, or all of them, from every query of its group of heads:
+  // dK and dV complete, dQ complete when all keys are given, else the range's share.
   void (*backward_range)(const BackwardParams&, const KeyRange&, void* scratch);
   size_t (*backward_scratch_bytes)(const AttentionParams&, int64_t range_keys);
 

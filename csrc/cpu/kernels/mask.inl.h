@@ -47,6 +47,7 @@ struct MaskTile {
   Scalar* rows;          // [kBlockQueries][kBlockKeys], a float mask before it is turned, where it is copied
   uint8_t* hidden;       // [kBlockKeys][kBlockQueries]
   uint8_t* hidden_rows;  // [kBlockQueries][kBlockKeys]
+  Scalar* turned;        // a second mask before it joins the first
   CausalEdge edge;
   bool has_addends = false, has_hidden = false;
   bool hides_pairs = false;  // of addends known only after apply_mask or the backward's softmax
@@ -127,7 +128,7 @@ void add_hidden(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile<
   }
   const int64_t rows = round_up(t.lanes, ByteLanes::kWidth);
   __builtin_memset(out.hidden_rows + r.rows * kBlockKeys, 0, static_cast<size_t>((rows - r.rows) * kBlockKeys));
-  alignas(64) uint8_t turned[kBlockKeys * kBlockQueries];
+  uint8_t* turned = reinterpret_cast<uint8_t*>(out.turned);
   uint8_t* dst = first ? out.hidden : turned;
   transpose<ByteLanes>(out.hidden_rows, kBlockKeys, rows, kBlockKeys, dst, kBlockQueries);
   if (first) return;
@@ -157,8 +158,7 @@ void add_addends(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile
     }
     src = out.rows, ld = kBlockKeys;
   }
-  alignas(64) Scalar turned[kBlockKeys * kBlockQueries];
-  Scalar* dst = first ? out.addend : turned;
+  Scalar* dst = first ? out.addend : out.turned;
   if (m.stride_q != 0) {
     transpose<V>(src, ld, t.lanes, round_up(r.keys, V::kWidth), dst, t.lanes);
   } else {
@@ -168,7 +168,7 @@ void add_addends(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile
   }
   if (!first) {
     for (int64_t i = 0; i < r.keys * t.lanes; i += V::kWidth) {
-      V::store(out.addend + i, combine_addends<V>(V::load(out.addend + i), V::load(turned + i)));
+      V::store(out.addend + i, combine_addends<V>(V::load(out.addend + i), V::load(out.turned + i)));
     }
   } else {  // appended keys have no addend
     __builtin_memset(out.addend + r.keys * t.lanes, 0,

@@ -34,8 +34,9 @@ struct MaskView {
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
 };
 
-// Edges of a score tile. Queries are spread evenly over blocks of at most kBlockQueries; see schedule.h.
-constexpr int64_t kBlockQueries = 64;
+// Edges of a score tile. Queries are spread evenly over blocks of at most kBlockQueries; see schedule.h. 128 queries
+// against 64: 3 to 5 % at T = 128 ... 512, as K, V and masks are read half as often.
+constexpr int64_t kBlockQueries = 128;
 constexpr int64_t kBlockKeys = 64;
 
 constexpr int kMaxMasks = 2;  // attn_mask and key_padding_mask
@@ -67,7 +68,9 @@ struct ForwardParams {
 // Gradients whose data pointer is null are not written. `grad_out.data` and `grad_lse` may be null (zero).
 // With `grad_weights.data` the gradient is that of the returned weights instead: (B, H, T_q, T_kv) with stride_h 0 for
 // weights averaged over heads, times `weights_factor`; value, out, grad_out and grad_lse are not read then.
-// `grad_query_partial`, when set, receives dQ in the compute type as [split][B][H][T_q][D] instead of `grad_query`.
+// Keys come in ranges of `range_keys`, whose shares of dQ are added in order. `grad_query_shares`, when set, receives
+// each range's share before it is scaled, in the compute type as [range][B][H][T_q][D], instead of `grad_query` their
+// sum.
 struct BackwardParams {
   AttentionParams attention;
   TensorView out, grad_out;
@@ -76,7 +79,8 @@ struct BackwardParams {
   const void* lse = nullptr;
   const void* grad_lse = nullptr;
   MutableTensorView grad_query, grad_key, grad_value;
-  void* grad_query_partial = nullptr;
+  void* grad_query_shares = nullptr;
+  int64_t range_keys = 0;  // a multiple of kBlockKeys
 };
 
 // The weights after dropout, summed over `head_count` heads from the block's head on and times `factor`: rows of `out`
@@ -101,7 +105,7 @@ struct QueryBlock {
 };
 
 struct KeyRange {
-  int64_t batch, kv_head, begin, end, split;
+  int64_t batch, kv_head, begin, end;
 };
 
 }  // namespace mha_ext::kernels

@@ -8,6 +8,15 @@
 namespace mha_ext::kernels {
 namespace {
 
+template <typename Scalar>
+MHA_EXT_INLINE const Scalar* pointer_to(const void* data) {
+  return static_cast<const Scalar*>(data);
+}
+template <typename Scalar>
+MHA_EXT_INLINE Scalar* pointer_to(void* data) {
+  return static_cast<Scalar*>(data);
+}
+
 template <typename To, typename From>
 MHA_EXT_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -143,17 +152,25 @@ MHA_EXT_INLINE void write_rows(const MutableTensorView& t, const QueryBlock& blo
   write_rows_of<double>(t, block, cols, src, ld);
 }
 
-// dst[c][r] = src[r][c] for r < rows, c < cols, both multiples of the vector width. A W x W block is
-// turned in log2(W) rounds, each interleaving row i with row i + W/2.
-template <class V>
+struct Unchanged {
+  template <class Vec>
+  MHA_EXT_INLINE Vec operator()(Vec x, int64_t /*col*/) const {
+    return x;
+  }
+};
+
+// dst[c][r] = change(src[r][c]) for r < rows, c < cols, both multiples of the vector width. A W x W block is
+// turned in log2(W) rounds, each interleaving row i with row i + W/2. `change` is told the column that a vector of src
+// begins at.
+template <class V, class Change = Unchanged>
 void transpose(const typename V::Scalar* src, int64_t lds, int64_t rows, int64_t cols, typename V::Scalar* dst,
-               int64_t ldd) {
+               int64_t ldd, const Change& change = {}) {
   constexpr int W = V::kWidth;
   for (int64_t r = 0; r < rows; r += W) {
     for (int64_t c = 0; c < cols; c += W) {
       typename V::Vec x[W], y[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) x[i] = V::load(src + (r + i) * lds + c);
+      for (int i = 0; i < W; ++i) x[i] = change(V::load(src + (r + i) * lds + c), c);
 #pragma GCC unroll 4
       for (int round = 1; round < W; round *= 2) {
 #pragma GCC unroll 8
@@ -168,6 +185,42 @@ void transpose(const typename V::Scalar* src, int64_t lds, int64_t rows, int64_t
       for (int i = 0; i < W; ++i) V::store(dst + (c + i) * ldd + r, x[i]);
     }
   }
+}
+
+// The rows that `block` names, if they lie as a scratch copy of them would ([rows_padded][ld], its rows perhaps further
+// apart); else null.
+template <class V, class View>
+MHA_EXT_INLINE auto rows_in_place(const View& t, const QueryBlock& block, int64_t rows_padded, int64_t cols,
+                                  int64_t ld) {
+  using Scalar = typename V::Scalar;
+  constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
+  using Pointer = decltype(pointer_to<Scalar>(t.data));
+  if (t.type != own || t.stride_d != 1 || cols != ld || block.count != rows_padded) return Pointer{nullptr};
+  return pointer_to<Scalar>(t.data) + block.batch * t.stride_b + block.head * t.stride_h + block.begin * t.stride_t;
+}
+
+// Rows of a tensor turned into columns [ld][rows_padded] of scratch; `rows` is scratch for a copy of them.
+template <class V>
+void read_columns(const TensorView& t, const QueryBlock& block, int64_t rows_padded, int64_t cols,
+                  typename V::Scalar scale, typename V::Scalar* rows, int64_t ld, typename V::Scalar* dst) {
+  if (const auto* src = rows_in_place<V>(t, block, rows_padded, cols, ld)) {
+    transpose<V>(src, t.stride_t, rows_padded, ld, dst, rows_padded, [=](auto x, int64_t) { return x * scale; });
+    return;
+  }
+  read_rows<V>(t, block, rows_padded, cols, scale, rows, ld);
+  transpose<V>(rows, ld, rows_padded, ld, dst, rows_padded);
+}
+
+// The reverse, for a result in columns; `change` as in transpose.
+template <class V, class Change>
+void write_columns(const MutableTensorView& t, const QueryBlock& block, int64_t rows_padded, int64_t cols,
+                   const typename V::Scalar* columns, typename V::Scalar* rows, int64_t ld, const Change& change) {
+  if (auto* dst = rows_in_place<V>(t, block, rows_padded, cols, ld)) {
+    transpose<V>(columns, rows_padded, ld, rows_padded, dst, t.stride_t, change);
+    return;
+  }
+  transpose<V>(columns, rows_padded, ld, rows_padded, rows, ld, change);
+  write_rows(t, block, cols, rows, ld);
 }
 
 // Whether rows x cols hold an infinity or NaN: x * 0 is 0 for every finite x and NaN otherwise.

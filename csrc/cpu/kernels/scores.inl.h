@@ -64,14 +64,15 @@ struct ScoreScratch {
     mask.rows = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     mask.hidden = arena.take<uint8_t>(kBlockKeys * kBlockQueries);
     mask.hidden_rows = arena.take<uint8_t>(kBlockKeys * kBlockQueries);
+    mask.turned = arena.take<Scalar>(kBlockKeys * kBlockQueries);
   }
 };
 
+// (scale Q)^T; the rows are scratch.
 template <class V>
-void load_queries(const AttentionParams& p, const QueryBlock& block, int64_t lanes, ScoreScratch<V>& s) {
-  const int64_t width = padded_width<V>(p.head_dim);
-  read_rows<V>(p.query, block, lanes, p.head_dim, static_cast<typename V::Scalar>(p.scale), s.query_rows, width);
-  transpose<V>(s.query_rows, width, lanes, width, s.query_columns, lanes);
+void load_query_columns(const AttentionParams& p, const QueryBlock& block, int64_t lanes, ScoreScratch<V>& s) {
+  read_columns<V>(p.query, block, lanes, p.head_dim, static_cast<typename V::Scalar>(p.scale), s.query_rows,
+                  padded_width<V>(p.head_dim), s.query_columns);
 }
 
 template <class V>

@@ -60,7 +60,7 @@ void weights_block(const WeightsParams& w, const QueryBlock& block, void* scratc
   __builtin_memset(s.weights, 0, static_cast<size_t>(round_up(p.num_keys, kBlockKeys) * lanes) * sizeof(Scalar));
   for (int64_t head = block.head; head < block.head + w.head_count; ++head) {
     const QueryBlock queries{block.batch, head, block.begin, block.count};
-    load_queries<V>(p, queries, lanes, s);
+    load_query_columns<V>(p, queries, lanes, s);
     load_lse<V>(w.lse, p, queries, lanes, s);
     for (int64_t k = 0; k < p.num_keys; k += kBlockKeys) {
       add_weights_tile<V>(p, {queries, lanes, k, min_of(kBlockKeys, p.num_keys - k)}, factor, s);
