@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "dispatch.h"
-#include "parallel.h"
+#include "schedule.h"
 
 namespace mha_ext::cpu {
 namespace {
@@ -110,7 +110,7 @@ BoundArguments bind(const AttentionArguments& args) {
   p.causal = args.causal != kNotCausal;
   p.causal_offset = args.causal == kLowerRight ? p.num_keys - p.appended_keys - p.num_queries : 0;
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.query_block = query_block_size(p.num_queries, kernels_for(compute).vector_width, p.batch * p.heads, thread_count());
+  p.query_block = query_block_size(p.num_queries, kernels_for(compute).vector_width, kernels::kBlockQueries);
   bind_dropout(args, p);
   if (args.attn_mask.defined()) {
     bound.attn_mask = in_compute_type(args.attn_mask, compute);

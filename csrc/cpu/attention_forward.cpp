@@ -12,13 +12,15 @@
 namespace mha_ext::cpu {
 
 at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out) {
-  const BoundArguments bound = bind(args);
-  const kernels::AttentionParams& p = bound.params;
+  BoundArguments bound = bind(args);
+  kernels::AttentionParams& p = bound.params;
   const at::ScalarType type = compute_type(args.query);
   const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
   if (lse.numel() == 0) return lse;
 
   const kernels::KernelTable& kernel = kernels_for(type);
+  p.query_block = query_block_size(p.num_queries, kernel.vector_width,
+                                   most_forward_queries(p.num_queries, p.batch * p.heads, thread_count()));
   const kernels::ForwardParams forward{p, mutable_view_of(out), lse.mutable_data_ptr()};
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
   const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *

@@ -20,9 +20,12 @@ constexpr double kMultiplyAddsPerTask = 2e5;
 
 }  // namespace
 
-int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t rows, int64_t threads) {
+int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads) {
   const bool few = rows * divide_up(num_queries, kernels::kBlockQueries) < kBlocksPerThread * threads;
-  const int64_t most = few && threads > 1 ? kernels::kBlockQueries / 2 : kernels::kBlockQueries;
+  return few && threads > 1 ? kernels::kBlockQueries / 2 : kernels::kBlockQueries;
+}
+
+int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most) {
   const int64_t blocks = std::max<int64_t>(1, divide_up(num_queries, most));
   return std::max<int64_t>(1, divide_up(divide_up(num_queries, blocks), vector_width)) * vector_width;
 }

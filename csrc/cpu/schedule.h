@@ -7,10 +7,13 @@
 
 namespace mha_ext::cpu {
 
-// Queries of one head in blocks of at most `kernels::kBlockQueries`, or half of that where there are few blocks for the
-// threads, as even as whole vectors allow: 65 queries run as 48 + 17 on 16 lanes, not as 64 + 1. `rows` is batch x
-// heads.
-int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t rows, int64_t threads);
+// Queries of one head in blocks of at most `most`, as even as whole vectors allow: 129 queries run as 80 + 49 on 16
+// lanes with `most` 128, not as 128 + 1.
+int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most);
+
+// `most` for the forward pass, where blocks of queries are the units: halved where they are few for the threads. `rows`
+// is batch x heads.
+int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads);
 
 // Keys of one key/value head in backward come in ranges, so that with few heads more threads can work. Each range has
 // its share of dQ, and the shares are added in order, by one thread or by many. Returns keys a range; a multiple of

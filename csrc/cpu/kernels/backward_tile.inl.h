@@ -172,17 +172,29 @@ template <class V>
 void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, const ScoredTile<V>& tile,
                                   typename V::Scalar* grad_key, typename V::Scalar* grad_value, BackwardScratch<V>& s) {
   const int64_t d_width = padded_width<V>(p.head_dim), dv_width = padded_width<V>(p.value_dim);
+  using Scalar = typename V::Scalar;
+  for (int64_t q = 0; q < t.queries.count; ++q) {
+    for (int64_t d = 0; d < p.head_dim; ++d) {
+      add_visible(
+          s.grad_query[d * t.lanes + q], Scalar(1), t.key_count,
+          [&](int64_t k) { return hides(s.mask, t.lanes, k, q); },
+          [&](int64_t k) { return tile.keys.data[k * tile.keys.ld + d]; },
+          [&](int64_t k) { return s.grad_scores[k * t.lanes + q]; });
+    }
+  }
   for (int64_t k = 0; k < t.key_count; ++k) {
-    for (int64_t q = 0; q < t.queries.count; ++q) {
-      const int64_t at = k * t.lanes + q;
-      if (hides(s.mask, t.lanes, k, q)) continue;
-      for (int64_t d = 0; d < p.head_dim; ++d) {
-        s.grad_query[d * t.lanes + q] += tile.keys.data[k * tile.keys.ld + d] * s.grad_scores[at];
-        grad_key[k * d_width + d] += s.grad_scores[at] * s.query_rows[q * d_width + d];
-      }
-      for (int64_t d = 0; d < p.value_dim; ++d) {
-        grad_value[k * dv_width + d] += s.scores[at] * s.grad_rows[q * dv_width + d];
-      }
+    const auto hidden = [&](int64_t q) { return hides(s.mask, t.lanes, k, q); };
+    for (int64_t d = 0; d < p.head_dim; ++d) {
+      add_visible(
+          grad_key[k * d_width + d], Scalar(1), t.queries.count, hidden,
+          [&](int64_t q) { return s.grad_scores[k * t.lanes + q]; },
+          [&](int64_t q) { return s.query_rows[q * d_width + d]; });
+    }
+    for (int64_t d = 0; d < p.value_dim; ++d) {
+      add_visible(
+          grad_value[k * dv_width + d], Scalar(1), t.queries.count, hidden,
+          [&](int64_t q) { return s.scores[k * t.lanes + q]; },
+          [&](int64_t q) { return s.grad_rows[q * dv_width + d]; });
     }
   }
 }

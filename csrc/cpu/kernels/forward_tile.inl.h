@@ -46,12 +46,11 @@ template <class V>
 void accumulate_visible(const Tile& t, Rows<typename V::Scalar> values, int64_t value_dim, ForwardScratch<V>& s) {
   for (int64_t d = 0; d < value_dim; ++d) {
     for (int64_t q = 0; q < t.lanes; ++q) {
-      typename V::Scalar sum = s.accumulator[d * t.lanes + q] * s.softmax.rescale[q];
-      for (int64_t k = 0; k < t.key_count; ++k) {
-        if (hides(s.mask, t.lanes, k, q)) continue;
-        sum += values.data[k * values.ld + d] * s.scores[k * t.lanes + q];
-      }
-      s.accumulator[d * t.lanes + q] = sum;
+      add_visible(
+          s.accumulator[d * t.lanes + q], s.softmax.rescale[q], t.key_count,
+          [&](int64_t k) { return hides(s.mask, t.lanes, k, q); },
+          [&](int64_t k) { return values.data[k * values.ld + d]; },
+          [&](int64_t k) { return s.scores[k * t.lanes + q]; });
     }
   }
 }

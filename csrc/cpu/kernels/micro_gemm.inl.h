@@ -3,6 +3,8 @@
 // time, so it may lie either way:
 //   ByRow     A(m, k) = a[m * lda + k]     S^T = K Q^T, dP^T = V dO^T, dV = P^T dO, dK = dS^T Q
 //   ByColumn  A(m, k) = a[k * lda + m]     O^T = V^T P^T, dQ^T = K^T dS^T
+// What is added to C is summed in pieces of kPartialSum first: in float32 one chain of T additions would round off more
+// than the library's products do, whose chains are short as well.
 // The register-blocked inner loop follows Goto & van de Geijn (2008), with the packing of A left out: a tile is small
 // enough to be read from cache as it lies.
 #pragma once
@@ -15,6 +17,9 @@ namespace {
 enum class Lhs { ByRow, ByColumn };
 enum class Start { Zero, Add, Scale };  // what C holds before: nothing, a sum to add to, a sum to scale lane-wise first
 
+constexpr int64_t kPartialSum = 32;
+MHA_EXT_INLINE int64_t partial_sum_end(int64_t k) { return (k / kPartialSum + 1) * kPartialSum; }
+
 template <typename Scalar>
 struct GemmOperands {
   const Scalar* a;
@@ -25,6 +30,7 @@ struct GemmOperands {
   int64_t ldc;
   int64_t depth;                   // k; may be zero
   const Scalar* factor = nullptr;  // Start::Scale: one factor a lane
+  int64_t begin = 0;               // the first k
 };
 
 template <class V, Lhs kLhs, Start kStart, int R, int kCols>
@@ -32,38 +38,45 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
   Scalar* c = g.c + row * g.ldc + col;
-  Vec acc[R][kCols];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kCols; ++j) {
-      acc[r][j] = V::zero();
-      if (kStart == Start::Add) acc[r][j] = V::load(c + r * g.ldc + j * V::kWidth);
-      if (kStart == Start::Scale) {
-        acc[r][j] = V::load(c + r * g.ldc + j * V::kWidth) * V::load(g.factor + col + j * V::kWidth);
-      }
-    }
-  }
-  const Scalar* b = g.b + col;
-  const Scalar* a = kLhs == Lhs::ByRow ? g.a + row * g.lda : g.a + row;
-  for (int64_t k = 0; k < g.depth; ++k) {
-    Vec rhs[kCols];
-#pragma GCC unroll 4
-    for (int j = 0; j < kCols; ++j) rhs[j] = V::load(b + j * V::kWidth);
+  int64_t k = g.begin;
+  const Scalar* b = g.b + col + k * g.ldb;
+  const Scalar* a = kLhs == Lhs::ByRow ? g.a + row * g.lda + k : g.a + row + k * g.lda;
+  do {
+    const int64_t end = kStart == Start::Zero ? g.depth : min_of(partial_sum_end(k), g.depth);
+    const bool first = k == g.begin;
+    Vec acc[R][kCols];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec lhs = V::broadcast(kLhs == Lhs::ByRow ? a[r * g.lda] : a[r]);
 #pragma GCC unroll 4
-      for (int j = 0; j < kCols; ++j) acc[r][j] += lhs * rhs[j];
+      for (int j = 0; j < kCols; ++j) acc[r][j] = V::zero();
     }
-    b += g.ldb;
-    a += kLhs == Lhs::ByRow ? 1 : g.lda;
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
+    for (; k < end; ++k) {
+      Vec rhs[kCols];
 #pragma GCC unroll 4
-    for (int j = 0; j < kCols; ++j) V::store(c + r * g.ldc + j * V::kWidth, acc[r][j]);
-  }
+      for (int j = 0; j < kCols; ++j) rhs[j] = V::load(b + j * V::kWidth);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Vec lhs = V::broadcast(kLhs == Lhs::ByRow ? a[r * g.lda] : a[r]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kCols; ++j) acc[r][j] += lhs * rhs[j];
+      }
+      b += g.ldb;
+      a += kLhs == Lhs::ByRow ? 1 : g.lda;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kCols; ++j) {
+        Scalar* sum = c + r * g.ldc + j * V::kWidth;
+        if (kStart == Start::Scale && first) {
+          acc[r][j] += V::load(sum) * V::load(g.factor + col + j * V::kWidth);
+        } else if (kStart != Start::Zero) {
+          acc[r][j] += V::load(sum);
+        }
+        V::store(sum, acc[r][j]);
+      }
+    }
+  } while (k < g.depth);
 }
 
 template <class V, Lhs kLhs, Start kStart, int kCols>

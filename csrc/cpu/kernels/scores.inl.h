@@ -109,10 +109,23 @@ void lane_sum(const Tile& t, const CausalEdge& edge, const GemmOperands<typename
   const int64_t rows = round_up(t.key_count, V::kGemmRows);
   if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Add>(g, rows, width);
   for (int64_t k = 0; k < rows; k += V::kGemmRows) {
-    const int64_t q = first_vector<V>(edge, k, t.lanes);
+    const int64_t begin = first_vector<V>(edge, k, t.lanes);
+    if (begin >= g.depth) break;
     gemm<V, Lhs::ByRow, Start::Add>(
-        {g.a + k * g.lda + q, g.lda, g.b + q * g.ldb, g.ldb, g.c + k * g.ldc, g.ldc, max_of(0, g.depth - q)},
-        V::kGemmRows, width);
+        {g.a + k * g.lda, g.lda, g.b, g.ldb, g.c + k * g.ldc, g.ldc, g.depth, nullptr, begin}, V::kGemmRows, width);
+  }
+}
+
+// The same sums one by one, without hidden pairs and rounded alike: total * factor + sum over i < count of a(i) * b(i).
+template <typename Scalar, class Hidden, class A, class B>
+MHA_EXT_INLINE void add_visible(Scalar& total, Scalar factor, int64_t count, const Hidden& hidden, const A& a,
+                                const B& b) {
+  for (int64_t i = 0; i < count; factor = 1) {
+    Scalar sum = 0;
+    for (const int64_t end = min_of(partial_sum_end(i), count); i < end; ++i) {
+      if (!hidden(i)) sum += a(i) * b(i);
+    }
+    total = total * factor + sum;
   }
 }
 

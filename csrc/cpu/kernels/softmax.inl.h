@@ -85,6 +85,7 @@ template <class V>
 void softmax_tile(const Tile& t, const CausalEdge& edge, typename V::Scalar* scores,
                   const RunningSoftmax<typename V::Scalar>& state) {
   using Vec = typename V::Vec;
+  using Scalar = typename V::Scalar;
   const int64_t ld = t.lanes;
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
     const int64_t keys = edge.keys_seen(c + V::kWidth - 1, t.key_count);
@@ -98,12 +99,17 @@ void softmax_tile(const Tile& t, const CausalEdge& edge, typename V::Scalar* sco
     if (k < keys) m0 = V::max(m0, V::load(scores + k * ld + c));
     const Vec maximum = V::max(m0, m1);
     const Vec reference = finite_reference<V>(maximum);
-    Vec sum = V::zero();
-    for (k = 0; k < keys; ++k) {
-      const Vec p = exp_of<V>(V::load(scores + k * ld + c) - reference);
-      V::store(scores + k * ld + c, p);
+    Vec sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
+    const auto exponentiate = [&](Scalar* score, Vec& sum) {
+      const Vec p = exp_of<V>(V::load(score) - reference);
+      V::store(score, p);
       sum += p;
+    };
+    for (k = 0; k + 4 <= keys; k += 4) {
+      for (int i = 0; i < 4; ++i) exponentiate(scores + (k + i) * ld + c, sums[i]);
     }
+    for (; k < keys; ++k) exponentiate(scores + k * ld + c, sums[k % 4]);
+    const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const Vec rescale = exp_of<V>(before - reference);
     V::store(state.maximum + c, maximum);
     V::store(state.rescale + c, rescale);
