@@ -41,7 +41,7 @@ def results(case: Case, peer: Peer) -> dict[str, Tensor]:
     runner = peer.build(case, inputs)
     if case.task == "forward":
         with torch.no_grad():
-            output, weights = runner.forward()
+            output, weights = runner.read(runner.forward())
         gradients: tuple[Tensor, ...] = ()
     else:
         output, weights = runner.forward()
