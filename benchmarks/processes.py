@@ -1,8 +1,7 @@
 """The processes that compute, as the main process sees them: started when first needed, asked one at a time.
 
 Every library is in a process of its own, because thread pools of several libraries in one process disturb each other.
-PyTorch's own ways and ours share one, with one pool of threads; ``--apart`` gives each of them its own as well, with the
-same results.
+PyTorch's own ways and ours share one, with one pool of threads; ``--apart`` gives each of them its own as well.
 """
 
 from __future__ import annotations
@@ -67,6 +66,11 @@ class Worker:
         )
 
     @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether it can still be asked."""
         return self._process.poll() is None
@@ -113,7 +117,9 @@ class Worker:
         self._errors.seek(0)
         tail = self._errors.read().decode(errors="replace").strip().splitlines()[-_TAIL:]
         self.close()
-        return WorkerDiedError(f"{self.name}: process {how} during {operation}: {' | '.join(tail) or 'it said nothing'}")
+        return WorkerDiedError(
+            f"{self.name}: process {how} during {operation}: {' | '.join(tail) or 'it said nothing'}"
+        )
 
     def close(self) -> None:
         """Ends the process."""
@@ -137,7 +143,7 @@ class Workers:
     """
 
     def __init__(self, allotment: Allotment, apart: bool = False) -> None:
-        self._allotment, self._apart = allotment, apart
+        self.allotment, self._apart = allotment, apart
         self._workers: dict[str, Worker] = {}
         self._last: Worker | None = None
         self._directory = tempfile.TemporaryDirectory()
@@ -153,9 +159,9 @@ class Workers:
 
     def start(self, name: str, with_openmp: bool) -> Worker:
         """Starts a process."""
-        settings = {"threads": self._allotment.threads, "processors": self._allotment.processors}
+        settings = {"threads": self.allotment.threads, "processors": self.allotment.processors}
         command = [sys.executable, "-m", "benchmarks.worker", json.dumps(settings)]
-        return Worker(name, command, environment(self._allotment, with_openmp) | _VARIABLES)
+        return Worker(name, command, environment(self.allotment, with_openmp) | _VARIABLES)
 
     def of(self, peer: Peer) -> Worker:
         """Returns the process of a peer, started anew if there is none or it has died."""
@@ -195,8 +201,7 @@ class Workers:
 
     def _ask(self, worker: Worker, operation: str, **values: Any) -> dict[str, Any]:
         """Asks one process, after the one before has come to rest."""
-        if self._last is not None and self._last is not worker and self._last.alive:
-            if not self._last.ask("rest")["resting"]:
-                self.restless.add(self._last.name)
-        self._last = worker
+        last, self._last = self._last, worker
+        if last is not None and last is not worker and last.alive and not last.ask("rest")["resting"]:
+            self.restless.add(last.name)
         return worker.ask(operation, **values)

@@ -68,34 +68,50 @@ def _share(value: float | None, roof: float | None) -> str:
     return f"{100 * value / roof:.0f} %" if value and roof else "-"
 
 
+def _places(machine: dict[str, Any]) -> str:
+    bound = machine.get("bound_to")
+    return f" bound to {', '.join(map(str, bound))}" if bound else ""
+
+
 def head_lines(run: Run) -> list[str]:
     """Returns what a reader must know before any number: machine, software, roofs."""
     machine, roofs = run.machine, run.roofs
-    products = ", ".join(f"{name} {flops / 1e9:.0f} GF/s" for name, flops in roofs.product_flops.items())
+    products, peaks = (
+        ", ".join(f"{name} {flops / 1e9:.0f} GF/s" for name, flops in found.items()) or "not measured"
+        for found in (roofs.product_flops, roofs.fma_flops)
+    )
+    others = "".join(f", {name} {version}" for name, version in machine.get("libraries", {}).items())
     lines = [
-        f"{machine['processor']}, processors: {machine['processors_available']}, threads: {machine['threads']}, "
-        f"load before the run {machine['load_before']:.1f}",
+        f"{machine['processor']}, processors: {machine['processors_available']}, "
+        f"threads: {machine['threads']}{_places(machine)}, load before the run {machine['load_before']:.1f}",
         f"mha_ext {machine['mha_ext']} ({machine['cpu_capability']} kernels), torch {machine['torch']} "
-        f"({machine['torch_cpu_capability']}), Python {machine['python']}, {machine['date']}",
-        f"roofs: matrix product {products or 'not measured'}; reads {roofs.read_bytes / 1e9:.1f} GB/s",
+        f"({machine['torch_cpu_capability']}){others}, Python {machine['python']}, {machine['date']}",
+        f"roofs: multiply-adds {peaks}; matrix product {products}; reads {roofs.read_bytes / 1e9:.1f} GB/s",
     ]
     if machine["load_before"] > 0.5:
         lines.append("the machine was not idle: trust ratios, whose two sides were measured in turn, more than times")
+    if machine.get("restless"):
+        lines.append(f"threads did not come to rest while others were measured: {', '.join(machine['restless'])}")
     return lines
 
 
 _SPEED_COLUMNS = ("options", "dtype", "task", "ours, ms", "GF/s", "of roof", "of products")
 _MEMORY_COLUMNS = ("options", "dtype", "ours, MiB")
-_TEXT_COLUMNS = {*_SHAPES.values(), "options", "dtype", "task"}
+_TEXT_COLUMNS = {*_SHAPES.values(), "options", "dtype", "task", "strongest peer"}
+_STRONGEST_COLUMNS = ("strongest peer", "ratio")
+_CORES_COLUMN = "cores, ours / its"
+_RATIO_COLUMNS = ("ratio", "vs ")  # what their titles start with
 _NOTHING = "-"
 _LEGEND = (
-    "ours: median, and half the interquartile range as a share of it. vs a peer: its time over ours, median of the "
-    "rounds and quartiles; above 1, ours is faster. of roof: of a large matrix product in this dtype. of products: of "
+    "ours: median, and half the interquartile range as a share of it. ratio: time of the strongest peer over ours, "
+    "median of the rounds and quartiles; above 1, ours is faster. cores: processor time over time. of roof: of the "
+    "most multiply-adds seen in this dtype, in a loop of nothing else or in a large matrix product. of products: of "
     "the library's own matrix products at these shapes."
 )
+_PEERS_LEGEND = "vs a peer: its time over ours, median of the rounds; in brackets the processors that it kept busy."
 _MEMORY_LEGEND = (
     "Growth of the largest resident set in forward and backward, output and gradients included, in a process of its "
-    "own. vs a peer: its bytes over ours."
+    "own. ratio, vs a peer: its bytes over ours."
 )
 
 
@@ -109,20 +125,32 @@ class ReportTable:
     legend: str
 
 
-def _speed_cells(result: Result, roofs: Roofs) -> list[str]:
+def _case_cells(result: Result) -> list[str]:
+    return [result.case.shape_name, result.case.options_name, result.case.dtype]
+
+
+def _strongest_cells(result: Result) -> list[str]:
+    strongest = result.strongest
+    return [strongest.peer, ratio_cell(strongest)] if strongest else [_NOTHING, _NOTHING]
+
+
+def _cores(entry: Entry | None) -> str:
+    return _NOTHING if entry is None or entry.cores is None else f"{entry.cores:.1f}"
+
+
+def _speed_row(result: Result, roofs: Roofs) -> list[str]:
     seconds, flops = result.ours.seconds, result.flops
     assert seconds is not None and flops is not None
     return [
+        *_case_cells(result),
         result.case.task,
         f"{milliseconds(seconds.median)} ±{50 * seconds.spread:.0f} %",
         f"{flops / 1e9:.3g}",
-        _share(flops, roofs.product_flops.get(result.case.dtype)),
+        _share(flops, roofs.most_flops(result.case.dtype)),
         _share(flops, result.library_flops),
+        *_strongest_cells(result),
+        f"{_cores(result.ours)} / {_cores(result.strongest)}",
     ]
-
-
-def _memory_cells(result: Result, _: Roofs) -> list[str]:
-    return [f"{(result.ours.peak_bytes or 0) / _MIB:.0f}"]
 
 
 def ratio_cell(entry: Entry | None) -> str:
@@ -134,29 +162,53 @@ def ratio_cell(entry: Entry | None) -> str:
     return f"{entry.ratio.median:.2f} ({entry.ratio.lower:.2f}-{entry.ratio.upper:.2f})"
 
 
+def _peer_cell(entry: Entry | None) -> str:
+    if entry is None or entry.ratio is None or entry.peak_bytes is not None:
+        return ratio_cell(entry)
+    return f"{entry.ratio.median:.2f} ({_cores(entry)})"
+
+
+def _peer_cells(result: Result, peers: Sequence[str]) -> list[str]:
+    entries = {entry.peer: entry for entry in result.peers}
+    return [_peer_cell(entries.get(peer)) for peer in peers]
+
+
+def _time_tables(level: str, results: Sequence[Result], peers: Sequence[str], roofs: Roofs) -> list[ReportTable]:
+    sizes = _SHAPES[level]
+    columns = [sizes, *_SPEED_COLUMNS, *_STRONGEST_COLUMNS, _CORES_COLUMN]
+    found = [ReportTable(f"{level}: time", columns, [_speed_row(result, roofs) for result in results], _LEGEND)]
+    if len(peers) > 1:
+        columns = [sizes, "options", "dtype", "task", *(f"vs {peer}" for peer in peers)]
+        rows = [[*_case_cells(r), r.case.task, *_peer_cells(r, peers)] for r in results if r.peers]
+        found.append(ReportTable(f"{level}: every peer", columns, rows, _PEERS_LEGEND))
+    return found
+
+
+def _memory_table(level: str, results: Sequence[Result], peers: Sequence[str]) -> ReportTable:
+    columns = [_SHAPES[level], *_MEMORY_COLUMNS, *_STRONGEST_COLUMNS, *(f"vs {peer}" for peer in peers)]
+    rows = []
+    for result in results:
+        ours = f"{(result.ours.peak_bytes or 0) / _MIB:.0f}"
+        rows.append([*_case_cells(result), ours, *_strongest_cells(result), *_peer_cells(result, peers)])
+    return ReportTable(f"{level}: peak extra memory", columns, rows, _MEMORY_LEGEND)
+
+
 def tables(run: Run) -> list[ReportTable]:
     """Returns the tables that a run can fill: time and memory, of the core and of the layer; a row is a case."""
     found = []
     for memory in (False, True):
-        own_columns, own_cells = (_MEMORY_COLUMNS, _memory_cells) if memory else (_SPEED_COLUMNS, _speed_cells)
-        for level, sizes in _SHAPES.items():
+        for level in _SHAPES:
             results = [r for r in run.results if r.case.level == level and (r.case.task == "memory") == memory]
-            if not results:
-                continue
             peers = list(dict.fromkeys(entry.peer for result in results for entry in result.peers))
-            rows = []
-            for result in results:
-                entries = {entry.peer: entry for entry in result.peers}
-                names = [result.case.shape_name, result.case.options_name, result.case.dtype]
-                rows.append(names + own_cells(result, run.roofs) + [ratio_cell(entries.get(peer)) for peer in peers])
-            title = f"{level}: peak extra memory" if memory else f"{level}: time"
-            columns = [sizes, *own_columns, *(f"vs {peer}" for peer in peers)]
-            found.append(ReportTable(title, columns, rows, _MEMORY_LEGEND if memory else _LEGEND))
+            if results and memory:
+                found.append(_memory_table(level, results, peers))
+            elif results:
+                found += _time_tables(level, results, peers, run.roofs)
     return found
 
 
 def _styled(column: str, cell: str) -> Text:
-    if column.startswith("vs ") and cell != _NOTHING:
+    if column.startswith(_RATIO_COLUMNS) and cell != _NOTHING:
         return Text(cell, style="green" if float(cell.split()[0]) >= 1.0 else "red")
     return Text(cell)
 

@@ -1,7 +1,8 @@
 """What this machine and its libraries can do at most, measured in the same run as everything else.
 
-Three roofs: multiply-adds (a large matrix product of the library), reads from memory, and, for each case, the library's
-own matrix products at the very shapes of the case, which is what attention would take if it were nothing but products.
+Four roofs: multiply-adds in a loop of nothing else (`fma_peak.cpp`), a large matrix product of the library, reads from
+memory, and, for each case, the library's own matrix products at the very shapes of the case, which is what attention
+would take if it were nothing but products.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import DTYPES, Case
+from benchmarks.fma_peak import fma_flops
 
 _PRODUCT_SIZE = 2048
 _READ_BYTES = 1 << 29  # well beyond any cache
@@ -25,12 +27,19 @@ class Roofs:
     """The machine's limits at the thread count in use.
 
     Attributes:
-        product_flops: floating-point operations a second of a large matrix product, by dtype.
         read_bytes: bytes a second read from memory.
+        product_flops: floating-point operations a second of a large matrix product, by dtype.
+        fma_flops: floating-point operations a second of multiply-adds alone, by dtype; empty without a compiler.
     """
 
     read_bytes: float
     product_flops: dict[str, float] = field(default_factory=dict)
+    fma_flops: dict[str, float] = field(default_factory=dict)
+
+    def most_flops(self, dtype: str) -> float | None:
+        """Returns the most floating-point operations a second that were seen in a dtype, or None."""
+        seen = [found[dtype] for found in (self.product_flops, self.fma_flops) if dtype in found]
+        return max(seen, default=None)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
@@ -59,8 +68,9 @@ def _read_bytes() -> float:
 
 def measure_roofs(dtypes: Iterable[str]) -> Roofs:
     """Measures the machine for the dtypes in use; takes a second or two."""
-    products = {name: _product_flops(DTYPES[name]) for name in sorted(set(dtypes))}
-    return Roofs(_read_bytes(), products)
+    names = sorted(set(dtypes))
+    products = {name: _product_flops(DTYPES[name]) for name in names}
+    return Roofs(_read_bytes(), products, fma_flops(names))
 
 
 @dataclass(frozen=True)

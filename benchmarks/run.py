@@ -37,7 +37,7 @@ BUDGETS = {
     "default": Budget(seconds=2.5, least_rounds=7),
     "full": Budget(seconds=6.0, least_rounds=11),
 }
-_PLAIN_WIDTH = 140  # of lines in a pipe or a file
+_PLAIN_WIDTH = 170  # of lines in a pipe or a file
 
 
 def _earlier_run(path: str) -> Run:

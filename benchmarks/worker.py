@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import IO, Any
+from typing import Any
 
 from benchmarks import processors
 
@@ -23,6 +23,9 @@ class Bench:
     """The operations of a worker, by the names that requests give; each takes and returns plain values."""
 
     def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._works: dict[str, Callable[[], object]] = {}
 
     def check(self, case: dict[str, Any], peer: str, path: str) -> dict[str, Any]:
@@ -88,24 +91,23 @@ def answer(bench: object, line: str) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__}
 
 
-def _own_output() -> IO[str]:
-    """Standard output for answers alone; what was standard output becomes standard error."""
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return output
+def serve(make_bench: Callable[[], object]) -> None:
+    """Answers requests until standard input ends.
+
+    Answers alone go to standard output; whatever libraries print there goes to standard error.
+    """
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        bench = make_bench()
+        for line in sys.stdin:
+            print(json.dumps(answer(bench, line)), file=output, flush=True)
 
 
 def main() -> None:
-    """Answers requests until standard input ends."""
+    """Takes what the command line allots, then works."""
     settings = json.loads(sys.argv[1])
-    output = _own_output()
     processors.take(processors.Allotment(settings["threads"], tuple(settings["processors"])))
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    bench = Bench()
-    for line in sys.stdin:
-        print(json.dumps(answer(bench, line)), file=output, flush=True)
+    serve(Bench)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What ``torch.compile`` makes of attention written out, and of the layer written by hand.
 
-A function is compiled anew for every case, whole (``fullgraph``) and for fixed sizes. Compilation that gives up, or that
-finds a fused attention in what was written out, would be measured under a wrong name: one call is traced and looked at.
+A function is compiled anew for every case, whole (``fullgraph``) and for fixed sizes. Compilation that gives up, or
+that finds a fused attention in what was written out, would be measured under a wrong name: one call is traced and
+looked at.
 """
 
 from __future__ import annotations

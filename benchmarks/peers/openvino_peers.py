@@ -48,10 +48,14 @@ class OpenVinoAttention(ForeignPeer):
             request.set_input_tensor(number, tensor)
         request.set_output_tensor(0, shared[-1])
 
+        def forward() -> list[Any]:
+            request.infer()
+            return shared  # the request itself does not keep its tensors' memory
+
         def read(_: Any) -> tuple[Tensor, None]:
             return output.clone(), None
 
-        return Runner(request.infer, {}, read)
+        return Runner(forward, {}, read)
 
 
 def _options() -> dict[str, Any]:
