@@ -78,7 +78,6 @@ class TorchDefaultLayer(TorchLayer):
     """``nn.MultiheadAttention`` as it is called by default: it computes weights although the case wants none."""
 
     name = "nn.MHA (default call)"
-    by_default = False
 
     def unsupported(self, case: Case) -> str | None:
         """Only where no weights are wanted does the default call differ."""
