@@ -29,6 +29,13 @@ _STEPS = 500_000  # a few milliseconds
 _REPEATS = 20
 
 
+def compile_loop(target: Path, *kind: str) -> None:
+    """Runs the compiler; ``kind`` says what is made (``-shared``, ``-S``)."""
+    flags = ["-O2", "-ffp-contract=fast", "-fPIC", *_FLAGS[mha_ext.cpu_capability()], *kind]
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    subprocess.run([*compiler, *flags, str(_SOURCE), "-o", str(target)], check=True, capture_output=True)
+
+
 def build(directory: Path) -> ctypes.CDLL:
     """Compiles the loop for the instruction set that our kernels use, and loads it.
 
@@ -37,9 +44,7 @@ def build(directory: Path) -> ctypes.CDLL:
         subprocess.CalledProcessError: it failed.
     """
     library = directory / "fma_peak.so"
-    flags = ["-O2", "-ffp-contract=fast", "-shared", "-fPIC", *_FLAGS[mha_ext.cpu_capability()]]
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    subprocess.run([*compiler, *flags, str(_SOURCE), "-o", str(library)], check=True, capture_output=True)
+    compile_loop(library, "-shared")
     return ctypes.CDLL(str(library))
 
 

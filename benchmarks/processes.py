@@ -1,7 +1,10 @@
 """The processes that compute, as the main process sees them: started when first needed, asked one at a time.
 
 Every library is in a process of its own, because thread pools of several libraries in one process disturb each other.
-PyTorch's own ways and ours share one, with one pool of threads; ``--apart`` gives each of them its own as well.
+PyTorch's own ways and ours share one, with one pool of threads; ``--apart`` gives each of them its own as well. On one
+thread of an EPYC of the Zen 4 generation both gave the same processor times to 3 %, for the core at 1,8,128,64 forward
+and 1,8,512,64 backward and for the layer at 1,128,512,8 forward. Training that layer differed by up to 10 %, by the
+page faults that the C library's allocator causes or not, depending on what the process did before.
 """
 
 from __future__ import annotations

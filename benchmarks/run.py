@@ -26,7 +26,7 @@ from benchmarks.cases import Case
 from benchmarks.measure import Result, measure_case
 from benchmarks.peers import OURS, PEERS, Peer
 from benchmarks.plot import save_plot
-from benchmarks.processes import Workers
+from benchmarks.processes import WorkerError, Workers
 from benchmarks.processors import allot
 from benchmarks.report import Run, head_lines, markdown, print_run
 from benchmarks.roofs import Roofs
@@ -196,7 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
 
     given = sys.argv[1:] if arguments is None else arguments
-    run = _measure_all(console, options, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
+    try:
+        run = _measure_all(console, options, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
+    except WorkerError as error:  # before the first case; later ones are among the run's failures
+        console.print(f"nothing could be measured: {error}", markup=False, soft_wrap=True)
+        return 2
     print_run(console, run)
     _save(console, run, options.output, options.markdown)
     console.print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")

@@ -4,12 +4,15 @@ import ctypes
 import hashlib
 import json
 import math
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+
+import mha_ext
 
 pytest.importorskip("rich")
 
@@ -20,6 +23,7 @@ from benchmarks.cases import Case, floating_point_operations, least_bytes, visib
 from benchmarks.fma_peak import fma_flops
 from benchmarks.inputs import make_inputs
 from benchmarks.measure import Entry, Result
+from benchmarks.processes import WorkerDiedError, Workers
 from benchmarks.report import Run, markdown, milliseconds, summary_rows, tables
 from benchmarks.roofs import Roofs, library_products
 from benchmarks.timing import Budget, Sample, Summary, cores, interleave, ratios, run_timed, summarise
@@ -236,6 +240,10 @@ def test_the_loop_of_multiply_adds_does_what_is_counted(tmp_path):
     # Every lane of every sum goes to 2, where half of it and 1 are itself: the total counts the lanes.
     assert library.fma_fp64(200) == operations == library.fma_step_operations(4) // 2
     assert fma_flops(["fp64", "bf16"]).keys() == {"fp64"}
+    # The compiler has left no product out: it computes those beforehand whose start it knows.
+    fma_peak.compile_loop(tmp_path / "loop.s", "-S")
+    sums = operations // 2 // (8 if mha_ext.cpu_capability() == "avx512" else 4)
+    assert (tmp_path / "loop.s").read_text().count("vfmadd") == 2 * sums
 
 
 def test_without_a_compiler_there_is_no_roof_of_multiply_adds(monkeypatch):
@@ -266,6 +274,28 @@ def test_command_line_measures_checks_and_writes(tmp_path, capsys):
     assert (tmp_path / "results.md").exists()
     assert "F.sdpa" in capsys.readouterr().out
     assert command.main(["--load", str(tmp_path / "results.json")]) == 0
+
+
+def test_command_line_says_when_no_process_can_compute(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.processes.sys.executable", shutil.which("false"))
+    assert command.main(["--quick", "--suite", "core"]) == 2
+    said = "nothing could be measured: torch: process ended with status 1 during roofs: it said nothing"
+    assert said in capsys.readouterr().out
+
+
+def test_a_case_that_breaks_is_named_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    first, *_ = cases = case_list.select(case_list.preset("quick"), suites=["core"])
+
+    def measure(case, chosen, budget, workers):
+        if case == first:
+            raise WorkerDiedError("torch: process killed by SIGKILL during time: it said nothing")
+        return Result(case, Entry("mha_ext", seconds=Summary(1.0, 1.0, 1.0)), [])
+
+    monkeypatch.setattr(command, "measure_case", measure)
+    monkeypatch.setattr(Workers, "roofs", lambda self, peer, dtypes: {"read_bytes": 1e9})
+    assert command.main(["--quick", "--suite", "core", "--output", str(tmp_path)]) == 1
+    assert f"FAILED: {first.name}: torch: process killed by SIGKILL during time" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == len(cases) - 1
 
 
 def test_command_line_says_when_nothing_is_selected(capsys):
