@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.cases import Case, floating_point_operations, least_bytes
 from benchmarks.memory import peak_bytes
 from benchmarks.peers import OURS, Peer, peers_for
+from benchmarks.peers.own import NAMES, comparisons
 from benchmarks.processes import WorkerError, Workers
 from benchmarks.timing import Budget, Sample, Summary, cores, interleave, ratios, summarise
 from benchmarks.work import TOLERANCES, largest_difference
@@ -47,7 +48,7 @@ class Result:
     @property
     def strongest(self) -> Entry | None:
         """The peer that leads us by most, or comes closest: the one with the lowest ratio."""
-        rated = [(entry.ratio.median, entry) for entry in self.peers if entry.ratio is not None]
+        rated = [(e.ratio.median, e) for e in self.peers if e.ratio is not None and e.peer not in NAMES]
         return min(rated, key=lambda pair: pair[0])[1] if rated else None
 
     @property
@@ -86,12 +87,16 @@ def result_from_json(values: Mapping[str, Any]) -> Result:
     )
 
 
-def _agreeing(case: Case, peers: list[Peer], workers: Workers) -> tuple[dict[str, float], dict[str, str]]:
+def _agreeing(case: Case, peers: list[Peer], workers: Workers) -> tuple[dict[str, float | None], dict[str, str]]:
     """Returns each peer's difference from ours where it is within rounding, and what is wrong where it is not."""
     ours = workers.results(case, OURS[case.level])
     tolerance = TOLERANCES[case.dtype]
-    differences, wrong = {}, {}
+    differences: dict[str, float | None] = {}
+    wrong = {}
     for peer in peers:
+        if not peer.same_result:
+            differences[peer.name] = None
+            continue
         try:
             name, difference = largest_difference(ours, workers.results(case, peer))
         except WorkerError as error:
@@ -167,6 +172,7 @@ def measure_case(case: Case, chosen: Callable[[Peer], bool], budget: Budget, wor
         WorkerError: our own implementation failed, or a process died while it was timed.
     """
     peers, left_out = peers_for(case, chosen)
+    peers += comparisons(case)
     if case.task == "memory":
         ours, entries = _measure_memory(case, peers)
         return Result(case, ours, entries, left_out)

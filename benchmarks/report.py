@@ -15,8 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.accuracy import Cell, cell_from_json
 from benchmarks.cases import Case
+from benchmarks.goals import Row, evaluate
 from benchmarks.measure import Entry, Result, result_from_json
+from benchmarks.peers.own import NAMES
 from benchmarks.roofs import Roofs
 
 _FORMAT = 1  # of the JSON file
@@ -33,6 +36,11 @@ class Run:
     roofs: Roofs
     results: list[Result] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    accuracy: list[Cell] = field(default_factory=list)
+
+    def goals(self) -> list[Row]:
+        """Returns the verdicts of the goals on what was measured."""
+        return evaluate(self.results, self.machine, self.accuracy)
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON."""
@@ -43,6 +51,8 @@ class Run:
             "roofs": asdict(self.roofs),
             "results": [result.as_json() for result in self.results],
             "failures": self.failures,
+            "accuracy": [asdict(cell) for cell in self.accuracy],
+            "goals": [row.as_json() for row in self.goals()],
         }
         path.write_text(json.dumps(values, indent=1) + "\n")
 
@@ -55,7 +65,9 @@ class Run:
         if values.get("format") != _FORMAT:
             raise ValueError(f"{path}: format must be {_FORMAT}, got {values.get('format')}")
         results = [result_from_json(result) for result in values["results"]]
-        return cls(values["machine"], values["command"], Roofs(**values["roofs"]), results, values["failures"])
+        accuracy = [cell_from_json(cell) for cell in values.get("accuracy", [])]
+        roofs = Roofs(**values["roofs"])
+        return cls(values["machine"], values["command"], roofs, results, values["failures"], accuracy)
 
 
 def milliseconds(seconds: float) -> str:
@@ -97,7 +109,17 @@ def head_lines(run: Run) -> list[str]:
 
 _SPEED_COLUMNS = ("options", "dtype", "task", "ours, ms", "GF/s", "of roof", "of products")
 _MEMORY_COLUMNS = ("options", "dtype", "ours, MiB")
-_TEXT_COLUMNS = {*_SHAPES.values(), "options", "dtype", "task", "strongest peer"}
+_VERDICT = "verdict"
+_ACCURACY_COLUMNS = (
+    *("B,H,T,D", "options", "dtype", "result"),
+    *("ours, largest", "ours, rms", "F.sdpa, largest", "F.sdpa, rms"),
+    _VERDICT,
+)
+_GOAL_COLUMNS = ("goal", "case", "figure", "needed", _VERDICT)
+_TEXT_COLUMNS = {
+    *(*_SHAPES.values(), "options", "dtype", "task", "strongest peer"),
+    *("result", "goal", "case", _VERDICT),
+}
 _STRONGEST_COLUMNS = ("strongest peer", "ratio")
 _CORES_COLUMN = "cores, ours / its"
 _RATIO_COLUMNS = ("ratio", "vs ")  # what their titles start with
@@ -112,6 +134,17 @@ _PEERS_LEGEND = "vs a peer: its time over ours, median of the rounds; in bracket
 _MEMORY_LEGEND = (
     "Growth of the largest resident set in forward and backward, output and gradients included, in a process of its "
     "own. ratio, vs a peer: its bytes over ours."
+)
+
+
+_ACCURACY_LEGEND = (
+    "Errors against the next wider type, in units of the unit roundoff times the largest magnitude of the result: the "
+    "mean of the heads' largest errors, and the root mean square. pass: our rms is at most PyTorch's, and so is our "
+    "largest, within two standard errors of the heads' differences."
+)
+_GOAL_LEGEND = (
+    "vs a peer: its time over ours. over something: ours over that. Goals whose cases were not run are not listed "
+    "(--goals runs all of them)."
 )
 
 
@@ -199,7 +232,7 @@ def tables(run: Run) -> list[ReportTable]:
     for memory in (False, True):
         for level in _SHAPES:
             results = [r for r in run.results if r.case.level == level and (r.case.task == "memory") == memory]
-            peers = list(dict.fromkeys(entry.peer for result in results for entry in result.peers))
+            peers = list(dict.fromkeys(e.peer for result in results for e in result.peers if e.peer not in NAMES))
             if results and memory:
                 found.append(_memory_table(level, results, peers))
             elif results:
@@ -207,7 +240,34 @@ def tables(run: Run) -> list[ReportTable]:
     return found
 
 
+def closing_tables(run: Run) -> list[ReportTable]:
+    """Returns what is judged: errors beside PyTorch's, and the goals; empty ones are left out."""
+    cells = [
+        [
+            *(cell.shape, cell.options, cell.dtype, cell.result),
+            *(f"{number:.3g}" for pair in (cell.ours, cell.torch) for number in pair),
+            "pass" if cell.passes else "short",
+        ]
+        for cell in run.accuracy
+    ]
+    rows = [
+        [
+            *(row.goal, row.where, _NOTHING if row.figure is None else f"{row.figure:.3g}"),
+            f"{'at most' if row.at_most else 'at least'} {row.needed:.3g}",
+            row.verdict,
+        ]
+        for row in run.goals()
+    ]
+    tables = (
+        ReportTable("accuracy", list(_ACCURACY_COLUMNS), cells, _ACCURACY_LEGEND),
+        ReportTable("goals", list(_GOAL_COLUMNS), rows, _GOAL_LEGEND),
+    )
+    return [table for table in tables if table.rows]
+
+
 def _styled(column: str, cell: str) -> Text:
+    if column == _VERDICT:
+        return Text(cell, style={"pass": "green", "short": "red"}.get(cell, ""))
     if column.startswith(_RATIO_COLUMNS) and cell != _NOTHING:
         return Text(cell, style="green" if float(cell.split()[0]) >= 1.0 else "red")
     return Text(cell)
@@ -218,7 +278,7 @@ def summary_rows(results: Sequence[Result]) -> list[list[str]]:
     found: dict[tuple[str, str, str], list[tuple[float, Case]]] = defaultdict(list)
     for result in results:
         for entry in result.peers:
-            if entry.ratio and entry.ratio.median > 0:
+            if entry.ratio and entry.ratio.median > 0 and entry.peer not in NAMES:
                 key = (result.case.level, result.case.task, entry.peer)
                 found[key].append((entry.ratio.median, result.case))
     rows = []
@@ -231,16 +291,9 @@ def summary_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def print_run(console: Console, run: Run) -> None:
-    """Prints the tables of a run, its summary, and what was left out or failed."""
+    """Prints the tables of a run, its summary, what was left out or failed, and the verdicts."""
     for table in tables(run):
-        grid = Table(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
-        for column in table.columns:
-            grid.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=True)
-        for row in table.rows:
-            grid.add_row(*(_styled(column, cell) for column, cell in zip(table.columns, row, strict=True)))
-        console.print(grid)
-        console.print(table.legend, style="dim")
-        console.print()
+        _print_table(console, table)
 
     summary = Table("work", "peer", title="ratios, all in all", title_justify="left", title_style="bold")
     summary.box, summary.show_edge = box.SIMPLE_HEAD, False
@@ -252,6 +305,19 @@ def print_run(console: Console, run: Run) -> None:
     console.print(summary)
     console.print()
     _print_exceptions(console, run)
+    for table in closing_tables(run):
+        _print_table(console, table)
+
+
+def _print_table(console: Console, table: ReportTable) -> None:
+    grid = Table(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in table.columns:
+        grid.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*(_styled(column, cell) for column, cell in zip(table.columns, row, strict=True)))
+    console.print(grid)
+    console.print(table.legend, style="dim")
+    console.print()
 
 
 def _print_exceptions(console: Console, run: Run) -> None:
@@ -273,6 +339,6 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> li
 def markdown(run: Run) -> str:
     """Returns the run as Markdown: the command, the machine, and the tables."""
     lines = [f"`{run.command}`", "", *(f"- {line}" for line in head_lines(run)), ""]
-    for table in tables(run):
+    for table in (*tables(run), *closing_tables(run)):
         lines += [f"**{table.title}**", "", *_markdown_table(table.columns, table.rows), "", table.legend, ""]
     return "\n".join(lines)

@@ -84,14 +84,20 @@ class LibraryProducts:
 def _attention_products(case: Case, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(left, right, out) of the products over the whole (T, S) square: the library cannot skip what a mask forbids."""
     folded = case.batch * case.heads
-    rows = torch.randn(folded, case.length, case.head_dim).to(dtype)
-    keys = torch.randn(folded, case.keys, case.head_dim).to(dtype)
     square = torch.randn(folded, case.length, case.keys).to(dtype)
-    scores = (rows, keys.mT, torch.empty_like(square))
-    onto_queries = (square, keys, torch.empty_like(rows))
-    onto_keys = (square.mT, rows, torch.empty_like(keys))
-    forward = [scores, onto_queries]
-    backward = [scores, scores, onto_keys, onto_keys, onto_queries]
+
+    def products(width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        rows, keys = (torch.randn(folded, length, width).to(dtype) for length in (case.length, case.keys))
+        return [
+            (rows, keys.mT, torch.empty_like(square)),
+            (square, keys, torch.empty_like(rows)),
+            (square.mT, rows, torch.empty_like(keys)),
+        ]
+
+    scores, onto_queries, onto_keys = products(case.head_dim)
+    grad_weights, output, onto_values = products(case.value_width)
+    forward = [scores, output]
+    backward = [scores, grad_weights, onto_values, onto_keys, onto_queries]
     return {"forward": forward, "backward": backward}.get(case.task, forward + backward)
 
 

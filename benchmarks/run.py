@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks import accuracy, machine, presets
 from benchmarks import cases as case_list
-from benchmarks import machine
 from benchmarks.cases import Case
 from benchmarks.measure import Result, measure_case
 from benchmarks.peers import OURS, PEERS, Peer
@@ -36,6 +36,7 @@ BUDGETS = {
     "quick": Budget(seconds=0.2, least_rounds=3),
     "default": Budget(seconds=2.5, least_rounds=7),
     "full": Budget(seconds=6.0, least_rounds=11),
+    "goals": Budget(seconds=2.5, least_rounds=7),
 }
 _PLAIN_WIDTH = 170  # of lines in a pipe or a file
 
@@ -53,10 +54,16 @@ def _earlier_run(path: str) -> Run:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Measure mha_ext beside what a PyTorch user has today."
+        prog="python -m benchmarks.run",
+        description="Measure mha_ext beside what a PyTorch user has today.",
+        epilog="Another instruction set on both sides: ATEN_CPU_CAPABILITY=avx2 MHA_EXT_CPU_CAPABILITY=avx2 before the "
+        "command; the goals against peers are 1.0 then.",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="preset", action="store_const", const="quick", help="few small cases, seconds")
+    size.add_argument(
+        "--goals", dest="preset", action="store_const", const="goals", help="all that the goals need, 20 minutes"
+    )
     size.add_argument("--full", dest="preset", action="store_const", const="full", help="every case and peer, long")
     parser.set_defaults(preset="default")
     parser.add_argument(
@@ -83,6 +90,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _peer_filter(options: argparse.Namespace) -> Callable[[Peer], bool]:
     if options.peer:
         return lambda peer: peer.name in options.peer
+    if options.preset == "goals":
+        return lambda peer: peer.by_default or peer.level == "layer"
     return lambda peer: peer.by_default or options.preset == "full"
 
 
@@ -183,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     cases = case_list.select(
-        case_list.preset(options.preset), words=options.words, dtypes=options.dtype, suites=options.suite
+        presets.preset(options.preset), words=options.words, dtypes=options.dtype, suites=options.suite
     )
     if not cases:
         console.print("no case is selected: --list without filters prints them all")
@@ -201,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorkerError as error:  # before the first case; later ones are among the run's failures
         console.print(f"nothing could be measured: {error}", markup=False, soft_wrap=True)
         return 2
+    if not options.words and options.suite in ([], ["core"]):
+        run.accuracy = accuracy.measure(quick=options.preset == "quick")
     print_run(console, run)
     _save(console, run, options.output, options.markdown)
     console.print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")

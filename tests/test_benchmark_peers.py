@@ -115,7 +115,10 @@ def test_every_case_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_agree_on_the_weights_and_who_has_none_says_so() -> None:
     case = replace(LAYER, need_weights=True)
     peers, reasons = peers_for(case, lambda peer: is_eager(peer) and peer.by_default)
-    assert reasons == {"linear+sdpa+linear": "F.scaled_dot_product_attention returns no weights"}
+    assert reasons == {
+        "nn.MHA (default call)": "the same as nn.MHA in this case",
+        "linear+sdpa+linear": "F.scaled_dot_product_attention returns no weights",
+    }
     ours = results(case, OURS["layer"])
     assert ours["weights"].shape == (2, 9, 9)
     assert largest_difference(ours, results(case, peers[0]))[1] <= TOLERANCES["fp32"]

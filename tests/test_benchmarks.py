@@ -17,7 +17,7 @@ import mha_ext
 pytest.importorskip("rich")
 
 from benchmarks import cases as case_list
-from benchmarks import fma_peak
+from benchmarks import fma_peak, presets
 from benchmarks import run as command
 from benchmarks.cases import Case, floating_point_operations, least_bytes, visible_pairs
 from benchmarks.fma_peak import fma_flops
@@ -109,22 +109,22 @@ def test_library_products_do_the_operations_of_the_case(case):
 
 
 def test_every_preset_has_unique_names_and_known_words():
-    for name in case_list.PRESETS:
-        cases = case_list.preset(name)
+    for name in presets.PRESETS:
+        cases = presets.preset(name)
         assert len({case.name for case in cases}) == len(cases)
         assert all(case.dtype in case_list.DTYPES and case.suite in case_list.SUITES for case in cases)
         assert all(Case(**json.loads(json.dumps(case.as_json()))) == case for case in cases)
 
 
 def test_the_default_preset_holds_the_shapes_of_the_goals():
-    names = {case.name for case in case_list.preset("default")}
+    names = {case.name for case in presets.preset("default")}
     for shape in ("8,8,512,64", "1,8,2048,64", "32,8,64,32"):
         for task in ("forward", "backward"):
             assert {f"core {task} {shape} fp32 full", f"core {task} {shape} fp32 causal"} <= names
 
 
 def test_selection_needs_every_word():
-    cases = case_list.preset("default")
+    cases = presets.preset("default")
     chosen = case_list.select(cases, words=["8,8,512,64", "CAUSAL"], dtypes=["fp32"], suites=["core"])
     assert {case.name for case in chosen} == {
         "core forward 8,8,512,64 fp32 causal",

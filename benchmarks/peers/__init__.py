@@ -14,12 +14,11 @@ from benchmarks.peers.compiled import CompiledAttention, CompiledLayer
 from benchmarks.peers.jax_peers import JaxAttention
 from benchmarks.peers.onnx_peers import OnnxAttention, OnnxContribAttention, OnnxContribLayer, OnnxLayer
 from benchmarks.peers.openvino_peers import OpenVinoAttention
-from benchmarks.peers.torch_core import OurAttention, TorchAttention, TorchMathAttention
-from benchmarks.peers.torch_layer import HandWrittenLayer, OurLayer, TorchDefaultLayer, TorchLayer
+from benchmarks.peers.own import EVERY, OURS
+from benchmarks.peers.torch_core import TorchAttention, TorchMathAttention
+from benchmarks.peers.torch_layer import HandWrittenLayer, TorchDefaultLayer, TorchLayer
 
 __all__ = ["OURS", "PEERS", "Peer", "Runner", "find_peer", "peers_for"]
-
-OURS = {"core": OurAttention(), "layer": OurLayer()}
 
 PEERS: tuple[Peer, ...] = (
     TorchAttention(),
@@ -39,8 +38,8 @@ PEERS: tuple[Peer, ...] = (
 
 
 def find_peer(level: str, name: str) -> Peer:
-    """Returns ours or the peer of a level that has this name."""
-    return next(peer for peer in (OURS[level], *PEERS) if peer.level == level and peer.name == name)
+    """Returns ours, or the peer or comparison of a level that has this name."""
+    return next(peer for peer in (OURS[level], *PEERS, *EVERY) if peer.level == level and peer.name == name)
 
 
 def peers_for(case: Case, chosen: Callable[[Peer], bool]) -> tuple[list[Peer], dict[str, str]]:

@@ -29,15 +29,17 @@ class Runner:
     """One peer's way to run one case.
 
     Attributes:
-        forward: returns the output, or the output and the averaged weights when the case wants them; or what `read`
-            makes these of.
+        forward: returns the output, or the output and the weights when the case wants them; or what `read` makes these
+            of.
         leaves: the tensors whose gradients the backward pass computes, by name.
         read: turns what `forward` returned into tensors of PyTorch; never timed.
+        threads: what a call of PyTorch is given; 0 for all that there are.
     """
 
     forward: Callable[[], Any]
     leaves: dict[str, Tensor]
     read: Callable[[Any], Results] = _as_it_is
+    threads: int = 0
 
 
 class Peer(ABC):
@@ -45,12 +47,14 @@ class Peer(ABC):
 
     Attributes:
         worker: the process that it runs in; peers of one name share it.
+        same_result: what it computes is checked against ours.
     """
 
     name: str
     level: str
     by_default = True
     worker = "torch"
+    same_result = True
 
     def missing(self) -> str | None:
         """Returns why the peer cannot run here at all, or None."""

@@ -169,6 +169,8 @@ class _OnnxLayer(_OnnxPeer):
         """Leaves trained masks to the core."""
         if case.mask == "bias":
             return "masks that need a gradient are measured in the core only"
+        if case.need_weights and not case.average_weights:
+            return "measured with averaged weights only"
         return super().unsupported(case)
 
     @staticmethod

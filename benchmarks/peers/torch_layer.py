@@ -32,7 +32,7 @@ class _ModulePeer(Peer):
         dtype = inputs.arguments[0].dtype
         module = self.attention_class(case.embed_dim, case.heads, dropout=case.dropout, batch_first=True).to(dtype)
         module.load_state_dict(inputs.parameters)
-        module.train(case.task != "forward")
+        module.train(case.needs_gradients)
         x = leaf(inputs.arguments[0])
         mask = inputs.mask
         if mask is not None and mask.dtype == torch.bool:
@@ -48,6 +48,7 @@ class _ModulePeer(Peer):
                 key_padding_mask=inputs.padding,
                 need_weights=case.need_weights,
                 attn_mask=mask,
+                average_attn_weights=case.average_weights,
                 is_causal=case.causal and inputs.mask is None,
             )
             return result
@@ -108,7 +109,7 @@ class HandWrittenLayer(Peer):
         x = leaf(inputs.arguments[0])
         parameters = {name: leaf(parameter) for name, parameter in inputs.parameters.items()}
         mask, is_causal = merged_mask(case, inputs, inputs.mask)
-        dropout = case.dropout if case.task != "forward" else 0.0
+        dropout = case.dropout if case.needs_gradients else 0.0
         heads = (case.batch, case.length, 3, case.heads, case.head_dim)
 
         def forward() -> tuple[Tensor, None]:
