@@ -3,18 +3,18 @@
 Levels: ``core`` is attention alone on (B, H, T, D); ``layer`` is self-attention of a whole layer on (B, T, E).
 Tasks: ``forward`` (no gradients; evaluation mode for a layer), ``backward`` (the backward pass alone), ``training``
 (forward and backward together), ``memory`` (the peak of forward and backward, in a process of its own).
+
+Which cases a preset holds stands in ``benchmarks/presets.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 SUITES = ("core", "layer", "memory")
-PRESETS = ("quick", "default", "full")
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -28,12 +28,18 @@ class Case:
     """One thing to measure.
 
     Attributes:
-        mask: "none", "bool" (a random (T, S) mask), "float" (one that is added), "bias" (one that is added and needs a
-            gradient), "padding" (keys to ignore at the end of each example), "bool+padding".
-        need_weights: a layer also returns the averaged attention weights.
+        mask: "none", "bool" (a random (T, S) mask), "window" (a bool mask of the keys near each query), "float" (one
+            that is added), "bias" (one that is added and needs a gradient), "padding" (keys to ignore at the end of
+            each example), "half padding" (the later half of the keys of every example), "bool+padding".
+        need_weights: a layer also returns the attention weights.
         length: number of queries.
         key_length: number of keys; 0 for as many as queries.
         kv_heads: number of key/value heads; 0 for as many as query heads.
+        value_dim: width of a value head; 0 for that of a query head.
+        mask_shape: of "float" and "bias": "" for (T, S), "HTS", "B11S" or "11TS".
+        average_weights: the weights are averaged over heads, else given per head.
+        inference: the memory of a forward pass without gradients.
+        beside: what else of our own is measured in the same rounds, a key of ``benchmarks.peers.own.COMPARISONS``.
     """
 
     level: str
@@ -49,6 +55,11 @@ class Case:
     need_weights: bool = False
     key_length: int = 0
     kv_heads: int = 0
+    value_dim: int = 0
+    mask_shape: str = ""
+    average_weights: bool = True
+    inference: bool = False
+    beside: str = ""
 
     @property
     def suite(self) -> str:
@@ -59,6 +70,16 @@ class Case:
     def keys(self) -> int:
         """Number of keys."""
         return self.key_length or self.length
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a backward pass belongs to the work."""
+        return self.task != "forward" and not self.inference
 
     @property
     def embed_dim(self) -> int:
@@ -72,15 +93,18 @@ class Case:
             return f"{self.batch},{self.length},{self.embed_dim},{self.heads}"
         length = f"{self.length}" if self.keys == self.length else f"{self.length}:{self.keys}"
         heads = f"{self.heads}" if not self.kv_heads else f"{self.heads}:{self.kv_heads}"
-        return f"{self.batch},{heads},{length},{self.head_dim}"
+        width = f"{self.head_dim}" if not self.value_dim else f"{self.head_dim}:{self.value_dim}"
+        return f"{self.batch},{heads},{length},{width}"
 
     @property
     def options_name(self) -> str:
         """The options in some words; "full" when there are none."""
         options = ["causal"] if self.causal else []
         options += [self.mask] if self.mask != "none" else []
+        options += [f"({','.join(self.mask_shape)})"] if self.mask_shape else []
         options += ["dropout"] if self.dropout else []
-        options += ["weights"] if self.need_weights else []
+        options += ["weights" if self.average_weights else "weights per head"] if self.need_weights else []
+        options += ["inference"] if self.inference else []
         return " ".join(options) or "full"
 
     @property
@@ -110,95 +134,19 @@ def floating_point_operations(case: Case) -> int:
     Attention: two products forward; five backward, the recomputed scores among them. Projections: one product forward
     and two backward for each of the four.
     """
-    attention = 2 * case.batch * case.heads * visible_pairs(case) * case.head_dim
+    pairs = 2 * case.batch * case.heads * visible_pairs(case)
+    scores, values = pairs * case.head_dim, pairs * case.value_width
     projections = 2 * 4 * case.batch * case.length * case.embed_dim**2 if case.level == "layer" else 0
-    forward = 2 * attention + projections
-    backward = 5 * attention + 2 * projections
+    forward = scores + values + projections
+    backward = 3 * scores + 2 * values + 2 * projections
     return {"forward": forward, "backward": backward}.get(case.task, forward + backward)
 
 
 def least_bytes(case: Case) -> int:
     """Bytes that must be read and written at least once by the core's forward: query, key, value and output."""
     kv_heads = case.kv_heads or case.heads
-    numbers = 2 * case.batch * case.head_dim * (case.heads * case.length + kv_heads * case.keys)
+    numbers = case.batch * (case.head_dim + case.value_width) * (case.heads * case.length + kv_heads * case.keys)
     return numbers * DTYPES[case.dtype].itemsize
-
-
-def _core(shapes: Iterable[tuple[int, int, int, int]], tasks: Sequence[str], **options: Any) -> list[Case]:
-    return [Case("core", task, *shape, **options) for shape in shapes for task in tasks]
-
-
-def _layer(shapes: Iterable[tuple[int, int, int, int]], tasks: Sequence[str], **options: Any) -> list[Case]:
-    return [
-        Case("layer", task, batch, heads, length, width // heads, **options)
-        for batch, length, width, heads in shapes
-        for task in tasks
-    ]
-
-
-_BOTH = ("forward", "backward")
-_LAYER_TASKS = ("forward", "training")
-
-# B, H, T, D: the shapes that the speed goals name first, then others of common models.
-_GOAL_SHAPES = ((8, 8, 512, 64), (1, 8, 2048, 64), (32, 8, 64, 32))
-_MORE_SHAPES = ((1, 8, 128, 64), (4, 12, 197, 64), (2, 16, 1024, 128))
-# B, T, E, H
-_GOAL_LAYERS = ((8, 512, 512, 8), (1, 2048, 512, 8))
-_MORE_LAYERS = ((1, 128, 512, 8), (32, 64, 256, 8))
-_LARGE_LAYERS = ((2, 1024, 1024, 16), (16, 192, 768, 12))
-
-
-def _memory_cases() -> list[Case]:
-    long = ((1, 8, 4096, 64),)
-    cases = _core(long, ("memory",))
-    cases += _core(long, ("memory",), mask="bool+padding")
-    cases += _core(long, ("memory",), dropout=0.1)
-    cases += _layer(((1, 4096, 512, 8),), ("memory",), causal=True)
-    return cases
-
-
-def _quick() -> list[Case]:
-    cases = _core(((2, 4, 128, 64),), _BOTH)
-    cases += _core(((2, 4, 128, 64),), _BOTH, causal=True)
-    cases += _layer(((2, 128, 256, 4),), _LAYER_TASKS)
-    cases += _core(((1, 4, 1024, 64),), ("memory",))
-    return cases
-
-
-def _default() -> list[Case]:
-    cases = []
-    for causal in (False, True):
-        cases += _core((*_GOAL_SHAPES, *_MORE_SHAPES), _BOTH, causal=causal)
-    cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype="bf16")
-    for options in ({"mask": "bool"}, {"mask": "padding"}, {"dropout": 0.1}):
-        cases += _core(_GOAL_SHAPES[:1], _BOTH, **options)
-    cases += _layer((*_GOAL_LAYERS, *_MORE_LAYERS), _LAYER_TASKS)
-    cases += _layer(_GOAL_LAYERS[:1], _LAYER_TASKS, causal=True)
-    cases += _layer(_GOAL_LAYERS[:1], _LAYER_TASKS, need_weights=True)
-    return cases + _memory_cases()
-
-
-def _full() -> list[Case]:
-    cases = _default()
-    for dtype in ("bf16", "fp16", "fp64"):
-        for causal in (False, True):
-            cases += _core((*_GOAL_SHAPES, *_MORE_SHAPES), _BOTH, dtype=dtype, causal=causal)
-    for options in ({"mask": "float"}, {"mask": "bias"}, {"mask": "padding", "causal": True}):
-        cases += _core(_GOAL_SHAPES[:2], _BOTH, **options)
-    cases += _core(((1, 32, 1, 128), (4, 32, 1, 128)), ("forward",), key_length=2048)
-    cases += _core(((1, 32, 1, 128), (4, 32, 1, 128), (1, 32, 512, 128)), ("forward",), key_length=2048, kv_heads=8)
-    cases += _layer(_LARGE_LAYERS, _LAYER_TASKS)
-    layers = (*_GOAL_LAYERS, *_MORE_LAYERS, *_LARGE_LAYERS)
-    cases += _layer(layers, _LAYER_TASKS, need_weights=True)
-    cases += _layer(layers, _LAYER_TASKS, mask="padding")
-    cases += _layer(layers, _LAYER_TASKS, dtype="bf16")
-    cases += _layer(_GOAL_LAYERS, ("training",), dropout=0.1)
-    return list(dict.fromkeys(cases))
-
-
-def preset(name: str) -> list[Case]:
-    """Returns the cases of a preset, "quick", "default" or "full"."""
-    return {"quick": _quick, "default": _default, "full": _full}[name]()
 
 
 def select(

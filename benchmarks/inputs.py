@@ -12,6 +12,7 @@ from benchmarks.cases import DTYPES, Case
 _SEED = 0
 _VISIBLE_SHARE = 0.8
 _PADDED_SHARE = 0.25  # of the keys, at the end, in the shortest example
+_WINDOW = 128  # keys to each side
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Inputs:
 
     Attributes:
         arguments: query, key and value of the core, (B, H, T, D); the one input of a layer, (B, T, E).
-        mask: None, or (T, S): bool with True = may attend, or float, added.
+        mask: None, or (T, S): bool with True = may attend, or float, added; a float one may have another shape.
         padding: None, or (B, S) bool with True = ignore.
         grad_output: gradient of the output.
         parameters: a layer's weights and biases by the names of ``nn.MultiheadAttention``; empty for the core.
@@ -39,16 +40,22 @@ def _mask(case: Case, generator: torch.Generator, dtype: torch.dtype) -> Tensor 
         mask = torch.rand(shape, generator=generator) < _VISIBLE_SHARE
         mask[:, 0] = True  # PyTorch's layer has no defined result for a query that sees nothing
         return mask
+    if case.mask == "window":
+        return (torch.arange(case.length)[:, None] - torch.arange(case.keys)).abs() <= _WINDOW
     if case.mask in ("float", "bias"):
-        return torch.randn(shape, generator=generator).to(dtype)
+        sizes = {"B": case.batch, "H": case.heads, "T": case.length, "S": case.keys, "1": 1}
+        return torch.randn([sizes[axis] for axis in case.mask_shape or "TS"], generator=generator).to(dtype)
     return None
 
 
 def _padding(case: Case) -> Tensor | None:
     if "padding" not in case.mask:
         return None
-    shortest = case.keys - int(case.keys * _PADDED_SHARE)
-    lengths = torch.linspace(shortest, case.keys, case.batch).round()
+    if case.mask == "half padding":
+        lengths = torch.full((case.batch,), case.keys // 2)
+    else:
+        shortest = case.keys - int(case.keys * _PADDED_SHARE)
+        lengths = torch.linspace(shortest, case.keys, case.batch).round()
     return torch.arange(case.keys) >= lengths[:, None]
 
 
@@ -78,8 +85,8 @@ def make_inputs(case: Case) -> Inputs:
     else:
         kv_heads = case.kv_heads or case.heads
         query = normal(case.batch, case.heads, case.length, case.head_dim)
-        key, value = (normal(case.batch, kv_heads, case.keys, case.head_dim) for _ in range(2))
+        key, value = (normal(case.batch, kv_heads, case.keys, width) for width in (case.head_dim, case.value_width))
         arguments = (query, key, value)
-        grad_output = normal(*query.shape)
+        grad_output = normal(case.batch, case.heads, case.length, case.value_width)
         parameters = {}
     return Inputs(arguments, _mask(case, generator, dtype), _padding(case), grad_output, parameters)

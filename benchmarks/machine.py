@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import torch
 
 import mha_ext
+from benchmarks.processors import Allotment
+
+_LIBRARIES = ("onnxruntime", "openvino", "jax")
 
 
 def processor() -> str:
@@ -27,18 +31,31 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def describe() -> dict[str, object]:
+def _libraries() -> dict[str, str]:
+    """Versions of the other libraries that are here."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(allotment: Allotment) -> dict[str, object]:
     """Returns everything about the machine and the software that a reader needs in order to judge a result."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "processor": processor(),
         "processors_available": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": allotment.threads,
+        "bound_to": list(allotment.processors),
         "load_before": load(),
         "cpu_capability": mha_ext.cpu_capability(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mha_ext": mha_ext.__version__,
         "torch": torch.__version__,
+        "libraries": _libraries(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.cases import Case
 from benchmarks.inputs import make_inputs
-from benchmarks.peers import OURS, PEERS, Peer
+from benchmarks.peers import Peer, find_peer
 from benchmarks.work import timed_work
 from mha_ext.demo.memory import measure_in_child, peak_extra_bytes
 
@@ -31,8 +31,7 @@ def _main() -> None:
     request = json.loads(sys.argv[1])
     torch.set_num_threads(request["threads"])
     case = Case(**request["case"])
-    candidates = (OURS[case.level], *(peer for peer in PEERS if peer.level == case.level))
-    peer = next(candidate for candidate in candidates if candidate.name == request["peer"])
+    peer = find_peer(case.level, request["peer"])
 
     warmup = replace(case, length=_WARMUP_LENGTH, key_length=0)
     warmup_inputs = make_inputs(warmup)

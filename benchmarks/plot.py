@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.measure import Result
 from benchmarks.report import Run
 
-_COLOURS = ("#2b6cb0", "#d1602b", "#3a8f5c", "#8a5fa8", "#b08a2b")
+_COLOURS = ("#2b6cb0", "#d1602b", "#3a8f5c", "#8a5fa8", "#b08a2b", "#5b6770", "#a83f55", "#3fa0a8", "#86a83f")
 _ROW_HEIGHT = 0.2  # inches
 _LABELS_WIDTH = 4.0
 _MARGIN = 1.25

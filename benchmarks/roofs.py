@@ -1,7 +1,8 @@
 """What this machine and its libraries can do at most, measured in the same run as everything else.
 
-Three roofs: multiply-adds (a large matrix product of the library), reads from memory, and, for each case, the library's
-own matrix products at the very shapes of the case, which is what attention would take if it were nothing but products.
+Four roofs: multiply-adds in a loop of nothing else (`fma_peak.cpp`), a large matrix product of the library, reads from
+memory, and, for each case, the library's own matrix products at the very shapes of the case, which is what attention
+would take if it were nothing but products.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import DTYPES, Case
+from benchmarks.fma_peak import fma_flops
 
 _PRODUCT_SIZE = 2048
 _READ_BYTES = 1 << 29  # well beyond any cache
@@ -25,12 +27,19 @@ class Roofs:
     """The machine's limits at the thread count in use.
 
     Attributes:
-        product_flops: floating-point operations a second of a large matrix product, by dtype.
         read_bytes: bytes a second read from memory.
+        product_flops: floating-point operations a second of a large matrix product, by dtype.
+        fma_flops: floating-point operations a second of multiply-adds alone, by dtype; empty without a compiler.
     """
 
     read_bytes: float
     product_flops: dict[str, float] = field(default_factory=dict)
+    fma_flops: dict[str, float] = field(default_factory=dict)
+
+    def most_flops(self, dtype: str) -> float | None:
+        """Returns the most floating-point operations a second that were seen in a dtype, or None."""
+        seen = [found[dtype] for found in (self.product_flops, self.fma_flops) if dtype in found]
+        return max(seen, default=None)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
@@ -59,8 +68,9 @@ def _read_bytes() -> float:
 
 def measure_roofs(dtypes: Iterable[str]) -> Roofs:
     """Measures the machine for the dtypes in use; takes a second or two."""
-    products = {name: _product_flops(DTYPES[name]) for name in sorted(set(dtypes))}
-    return Roofs(_read_bytes(), products)
+    names = sorted(set(dtypes))
+    products = {name: _product_flops(DTYPES[name]) for name in names}
+    return Roofs(_read_bytes(), products, fma_flops(names))
 
 
 @dataclass(frozen=True)
@@ -74,14 +84,20 @@ class LibraryProducts:
 def _attention_products(case: Case, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(left, right, out) of the products over the whole (T, S) square: the library cannot skip what a mask forbids."""
     folded = case.batch * case.heads
-    rows = torch.randn(folded, case.length, case.head_dim).to(dtype)
-    keys = torch.randn(folded, case.keys, case.head_dim).to(dtype)
     square = torch.randn(folded, case.length, case.keys).to(dtype)
-    scores = (rows, keys.mT, torch.empty_like(square))
-    onto_queries = (square, keys, torch.empty_like(rows))
-    onto_keys = (square.mT, rows, torch.empty_like(keys))
-    forward = [scores, onto_queries]
-    backward = [scores, scores, onto_keys, onto_keys, onto_queries]
+
+    def products(width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        rows, keys = (torch.randn(folded, length, width).to(dtype) for length in (case.length, case.keys))
+        return [
+            (rows, keys.mT, torch.empty_like(square)),
+            (square, keys, torch.empty_like(rows)),
+            (square.mT, rows, torch.empty_like(keys)),
+        ]
+
+    scores, onto_queries, onto_keys = products(case.head_dim)
+    grad_weights, output, onto_values = products(case.value_width)
+    forward = [scores, output]
+    backward = [scores, grad_weights, onto_values, onto_keys, onto_queries]
     return {"forward": forward, "backward": backward}.get(case.task, forward + backward)
 
 

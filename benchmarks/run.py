@@ -20,22 +20,25 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks import accuracy, machine, presets
 from benchmarks import cases as case_list
-from benchmarks import machine
 from benchmarks.cases import Case
 from benchmarks.measure import Result, measure_case
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import OURS, PEERS, Peer
 from benchmarks.plot import save_plot
+from benchmarks.processes import WorkerError, Workers
+from benchmarks.processors import allot
 from benchmarks.report import Run, head_lines, markdown, print_run
-from benchmarks.roofs import measure_roofs
+from benchmarks.roofs import Roofs
 from benchmarks.timing import Budget
 
 BUDGETS = {
     "quick": Budget(seconds=0.2, least_rounds=3),
     "default": Budget(seconds=2.5, least_rounds=7),
     "full": Budget(seconds=6.0, least_rounds=11),
+    "goals": Budget(seconds=2.5, least_rounds=7),
 }
-_PLAIN_WIDTH = 140  # of lines in a pipe or a file
+_PLAIN_WIDTH = 170  # of lines in a pipe or a file
 
 
 def _earlier_run(path: str) -> Run:
@@ -51,10 +54,16 @@ def _earlier_run(path: str) -> Run:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Measure mha_ext beside what a PyTorch user has today."
+        prog="python -m benchmarks.run",
+        description="Measure mha_ext beside what a PyTorch user has today.",
+        epilog="Another instruction set on both sides: ATEN_CPU_CAPABILITY=avx2 MHA_EXT_CPU_CAPABILITY=avx2 before the "
+        "command; the goals against peers are 1.0 then.",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="preset", action="store_const", const="quick", help="few small cases, seconds")
+    size.add_argument(
+        "--goals", dest="preset", action="store_const", const="goals", help="all that the goals need, 20 minutes"
+    )
     size.add_argument("--full", dest="preset", action="store_const", const="full", help="every case and peer, long")
     parser.set_defaults(preset="default")
     parser.add_argument(
@@ -63,7 +72,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", action="append", default=[], choices=list(case_list.DTYPES))
     parser.add_argument("--suite", action="append", default=[], choices=list(case_list.SUITES))
     parser.add_argument("--peer", action="append", default=[], choices=[peer.name for peer in PEERS], help="only these")
-    parser.add_argument("--threads", type=int, help="threads that torch may use (default: torch's own choice)")
+    parser.add_argument("--threads", type=int, help="threads of every library (default: torch's own choice)")
+    parser.add_argument("--apart", action="store_true", help="each peer in a process of its own, PyTorch's ways too")
     parser.add_argument("--seconds", type=float, help="time for the rounds of each case, instead of the preset's")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     parser.add_argument("--markdown", action="store_true", help="also write the tables as Markdown, and print them")
@@ -80,6 +90,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _peer_filter(options: argparse.Namespace) -> Callable[[Peer], bool]:
     if options.peer:
         return lambda peer: peer.name in options.peer
+    if options.preset == "goals":
+        return lambda peer: peer.by_default or peer.level == "layer"
     return lambda peer: peer.by_default or options.preset == "full"
 
 
@@ -146,10 +158,25 @@ def _save(console: Console, run: Run, directory: Path, write_markdown: bool) -> 
         console.print(f"written: {(directory / name).resolve()}", soft_wrap=True)
 
 
-def _new_run(console: Console, cases: Iterable[Case], command: str) -> Run:
+def _new_run(cases: Iterable[Case], command: str, machine_facts: dict[str, object], workers: Workers) -> Run:
+    dtypes = sorted({case.dtype for case in cases if case.task != "memory"})
+    return Run(machine_facts, command, Roofs(**workers.roofs(OURS["core"], dtypes)))
+
+
+def _measure_all(console: Console, options: argparse.Namespace, cases: Sequence[Case], command: str) -> Run:
+    """Measures the machine and then all cases, in processes that end with it."""
+    allotment = allot(torch.get_num_threads())
+    facts = machine.describe(allotment)
+    chosen, budget = _peer_filter(options), _budget(options)
     console.print("measuring the machine's roofs")
-    roofs = measure_roofs(case.dtype for case in cases if case.task != "memory")
-    return Run(machine.describe(), command, roofs)
+    with Workers(allotment, options.apart) as workers:
+        run = _new_run(cases, command, facts, workers)
+        for line in head_lines(run):
+            console.print(line, markup=False)
+        console.print()
+        _measure(console, run, cases, lambda case: measure_case(case, chosen, budget, workers))
+        run.machine["restless"] = sorted(workers.restless)
+    return run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     cases = case_list.select(
-        case_list.preset(options.preset), words=options.words, dtypes=options.dtype, suites=options.suite
+        presets.preset(options.preset), words=options.words, dtypes=options.dtype, suites=options.suite
     )
     if not cases:
         console.print("no case is selected: --list without filters prints them all")
@@ -178,12 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
 
     given = sys.argv[1:] if arguments is None else arguments
-    run = _new_run(console, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
-    for line in head_lines(run):
-        console.print(line, markup=False)
-    console.print()
-    chosen, budget = _peer_filter(options), _budget(options)
-    _measure(console, run, cases, lambda case: measure_case(case, chosen, budget))
+    try:
+        run = _measure_all(console, options, cases, shlex.join(["python", "-m", "benchmarks.run", *given]))
+    except WorkerError as error:  # before the first case; later ones are among the run's failures
+        console.print(f"nothing could be measured: {error}", markup=False, soft_wrap=True)
+        return 2
+    if not options.words and options.suite in ([], ["core"]):
+        run.accuracy = accuracy.measure(quick=options.preset == "quick")
     print_run(console, run)
     _save(console, run, options.output, options.markdown)
     console.print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")

@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one call, on the clock and of processors (of all threads, those that wait in a loop included)."""
+
+    wall: float
+    processor: float
+
+
+Turn = Callable[[str, int], Sample]  # runs a participant, by its name, so many times
 
 _SHORTEST_SAMPLE = 2e-3  # seconds; quicker work is repeated within a sample, so that the clock's grain does not matter
 
@@ -59,30 +70,40 @@ def ratios(peer: Sequence[float], ours: Sequence[float]) -> list[float]:
     return [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
 
 
-def _time(work: Work, repeats: int) -> float:
-    start = time.perf_counter()
+def run_timed(work: Work, repeats: int) -> Sample:
+    """Runs some work a number of times and returns the seconds of one."""
+    processor, start = time.process_time(), time.perf_counter()
     for _ in range(repeats):
         work()
-    return (time.perf_counter() - start) / repeats
+    wall, processor = time.perf_counter() - start, time.process_time() - processor
+    return Sample(wall / repeats, processor / repeats)
 
 
-def interleave(participants: Mapping[str, Work], budget: Budget) -> dict[str, list[float]]:
+def cores(samples: Sequence[Sample]) -> float:
+    """Returns how many processors were busy on average: of two threads, 1.0 when one of them did nothing."""
+    return sum(sample.processor for sample in samples) / sum(sample.wall for sample in samples)
+
+
+def interleave(participants: Sequence[str], turn: Turn, budget: Budget) -> dict[str, list[Sample]]:
     """Times all participants in turn, round after round, each round begun by the next one.
 
     Returns:
-        Seconds of one call, for every participant one number a round; numbers of the same round belong together.
+        For every participant one sample a round; samples of the same round belong together.
     """
     repeats = {}
-    seconds_per_round = 0.0
-    for name, work in participants.items():
-        work()
-        once = _time(work, 1)
-        repeats[name] = max(1, math.ceil(_SHORTEST_SAMPLE / max(once, 1e-9)))
-        seconds_per_round += once * repeats[name]
-    samples: dict[str, list[float]] = {name: [] for name in participants}
+    for name in participants:
+        turn(name, 1)
+        repeats[name] = max(1, math.ceil(_SHORTEST_SAMPLE / max(turn(name, 1).wall, 1e-9)))
+    samples: dict[str, list[Sample]] = {name: [] for name in participants}
     order = list(participants)
-    for _ in range(budget.rounds(seconds_per_round)):
+
+    def play_round() -> float:
+        start = time.perf_counter()
         for name in order:
-            samples[name].append(_time(participants[name], repeats[name]))
+            samples[name].append(turn(name, repeats[name]))
         order.append(order.pop(0))
+        return time.perf_counter() - start
+
+    for _ in range(budget.rounds(play_round()) - 1):
+        play_round()
     return samples

@@ -17,9 +17,25 @@ TOLERANCES = {"fp64": 1e-12, "fp32": 2e-5, "fp16": 1e-2, "bf16": 6e-2}
 
 def timed_work(case: Case, runner: Runner, inputs: Inputs) -> Callable[[], object]:
     """Returns the function whose time is the result of a case."""
+    work = _work(case, runner, inputs)
+    if runner.threads == 0:
+        return work
+
+    def on_few_threads() -> object:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(runner.threads)
+        try:
+            return work()
+        finally:
+            torch.set_num_threads(threads)
+
+    return on_few_threads
+
+
+def _work(case: Case, runner: Runner, inputs: Inputs) -> Callable[[], object]:
     leaves = list(runner.leaves.values())
 
-    if case.task == "forward":
+    if not case.needs_gradients:
 
         def forward() -> object:
             with torch.no_grad():
@@ -41,7 +57,7 @@ def results(case: Case, peer: Peer) -> dict[str, Tensor]:
     runner = peer.build(case, inputs)
     if case.task == "forward":
         with torch.no_grad():
-            output, weights = runner.forward()
+            output, weights = runner.read(runner.forward())
         gradients: tuple[Tensor, ...] = ()
     else:
         output, weights = runner.forward()

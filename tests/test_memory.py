@@ -7,6 +7,7 @@ counted out.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -48,18 +49,23 @@ def measured(code: str) -> list[int]:
 
 ATTENTION = """
 def problem(length, **options):
-    q, k, v = (torch.randn(1, 8, length, 64, requires_grad=True) for _ in range(3))
-    grad = torch.randn(1, length, 8, 64).transpose(1, 2)
+    value_dim, kv_heads = {"values": (80, 8), "groups": (64, 2)}.get(KIND, (64, 8))
+    q = torch.randn(1, 8, length, 64, requires_grad=True)
+    k = torch.randn(1, kv_heads, length, 64, requires_grad=True)
+    v = torch.randn(1, kv_heads, length, value_dim, requires_grad=True)
+    grad = torch.randn(1, length, 8, value_dim).transpose(1, 2)
+    padding = (torch.arange(length) > length - 100)[None]
     kinds = {
-        "plain": lambda: {},
         "causal": lambda: {"is_causal": True},
         "mask": lambda: {"attn_mask": torch.ones(length, length, dtype=torch.bool).tril_(3),
-                         "key_padding_mask": (torch.arange(length) > length - 100)[None]},
+                         "key_padding_mask": padding},
+        "padding": lambda: {"key_padding_mask": padding, "is_causal": True},
         "bias": lambda: {"attn_mask": torch.zeros(length, length)},
         "learned": lambda: {"attn_mask": torch.zeros(1, 8, 1, length, requires_grad=True)},
         "dropout": lambda: {"dropout_p": 0.1},
+        "groups": lambda: {"enable_gqa": True},
     }
-    options = kinds[KIND]()
+    options = kinds.get(KIND, dict)()
     def both():
         attention(q, k, v, **options).backward(grad)
     return both
@@ -69,15 +75,46 @@ for length in LENGTHS:
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit"),
-    [("plain", 64), ("causal", 64), ("mask", 64), ("bias", 64), ("learned", 64), ("dropout", 128)],
+GROUPS = pytest.param(
+    "groups",
+    marks=pytest.mark.xfail(
+        strict=True, reason="missing: backward of two key/value heads without four copies of the queries' gradient"
+    ),
 )
-def test_forward_and_backward_at_length_4096(kind: str, limit: int) -> None:
-    """H = 8, D = 64, float32: the output, three gradients and scratch; one score matrix a head alone would be 64
-    MiB."""
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "padding", "bias", "learned", "dropout", "values", GROUPS])
+def test_forward_and_backward_at_length_4096(kind: str) -> None:
+    """H = 8, D = 64, float32: the output, three gradients and scratch. With as many key/value heads and values as wide
+    that is 32 MiB and scratch; one score matrix a head alone would be 64 MiB."""
     (peak,) = measured(f"KIND, LENGTHS = {kind!r}, [4096]\n" + ATTENTION)
-    assert peak < limit * MIB, f"{peak / MIB:.0f} MiB"
+    assert peak < 48 * MIB, f"{peak / MIB:.0f} MiB"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "causal", "dropout"])
+def test_forward_and_backward_at_length_16384(kind: str) -> None:
+    """Four times the limit for a quarter of the length; one score matrix of one head would be 1024 MiB."""
+    (peak,) = measured(f"KIND, LENGTHS = {kind!r}, [16384]\n" + ATTENTION)
+    assert peak < 4 * 48 * MIB, f"{peak / MIB:.0f} MiB"
+
+
+@pytest.mark.parametrize("shape", ["length, length", "8, length, length", "2, 1, 1, length", "1, 1, length, length"])
+def test_gradient_of_a_float_mask_costs_as_much_as_the_mask(shape: str) -> None:
+    """B = 2, H = 8, T = 1500: beside a mask that is not trained, the gradient and a few MiB of scratch. The scores'
+    gradients of all heads would be 137 MiB, of one sample's 69 MiB, which (H, T, S) has itself."""
+    trained, fixed = measured(f"""
+        def problem(length, trained):
+            q, k, v = (torch.randn(2, 8, length, 32, requires_grad=True) for _ in range(3))
+            mask = torch.randn({shape}, requires_grad=trained)
+            grad = torch.randn(2, 8, length, 32)
+            return lambda: attention(q, k, v, mask).backward(grad)
+        problem(64, True)()
+        print(extra(problem(1500, True)), extra(problem(1500, False)))
+    """)
+    sizes = eval(shape, {"length": 1500})
+    gradient = 4 * math.prod(sizes) / 1024
+    assert trained < fixed + 1.1 * gradient + 4 * MIB, f"{trained / MIB:.0f} against {fixed / MIB:.0f} MiB"
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "learned"])

@@ -1,0 +1,320 @@
+"""What the figures of a run have to reach, and whether they do.
+
+A goal reads one figure from the result of every case that it holds for. Most compare with a peer: its time over ours,
+at least so much. The others compare us with ourselves (``benchmarks/peers/own.py``): ours over that, at most so much.
+The figures against peers are for AVX-512; with fewer lanes on our side they are 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.accuracy import Cell
+from benchmarks.cases import DTYPES, Case
+from benchmarks.inputs import make_inputs
+from benchmarks.measure import Entry, Result
+from benchmarks.peers.own import NAMES
+from benchmarks.presets import CORE_SHAPES, ODD_LENGTHS, ODD_WIDTHS
+from benchmarks.tiles import visible_share
+
+Read = Callable[[Result], float | None]
+Choice = Callable[[Case], bool]
+
+_MIB = 1 << 20
+_SCRATCH = 4 * _MIB  # of the threads, and the grain of resident pages: what no mask's gradient answers for
+_CORE_SLACK, _LAYER_SLACK = 0.90, 0.95
+_TRIANGLE = ("full", "causal")
+
+# Ratios to F.scaled_dot_product_attention that a prototype reached: (full, causal), forward and backward.
+_CORE_RATIOS = {
+    "1,8,128,64": {"forward": (1.8, 2.2), "backward": (2.2, 2.8)},
+    "32,8,64,32": {"forward": (1.7, 2.1), "backward": (1.7, 1.8)},
+    "8,8,512,64": {"forward": (1.25, 2.1), "backward": (1.4, 2.4)},
+    "4,12,197,64": {"forward": (1.5, None), "backward": (1.5, None)},
+    "1,8,2048,64": {"forward": (1.2, 1.45), "backward": (1.3, 1.6)},
+    "2,16,1024,128": {"forward": (1.03, 1.4), "backward": (1.16, 1.6)},
+}
+# Ratios to nn.MultiheadAttention(need_weights=False), and of training to its default call.
+_LAYER_RATIOS = {
+    "1,128,512,8": {"forward": 1.0, "training": 1.2, "default": 1.3},
+    "8,512,512,8": {"forward": 1.35, "training": 1.2, "default": 1.65},
+    "32,64,256,8": {"forward": 1.15, "training": 1.4, "default": 1.3},
+    "1,2048,512,8": {"forward": 2.1, "training": 1.2, "default": 2.0},
+    "2,1024,1024,16": {"forward": 1.5, "training": 1.2},
+    "16,192,768,12": {"forward": 1.15, "training": 1.3},
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the figures of some cases have to reach.
+
+    Attributes:
+        text: what is compared with what, and in which unit.
+        holds_for: whether the goal is about a case.
+        figure: the number, from a case's result; None when what it is compared with was not measured.
+        needed: what the number must reach at least.
+        at_most: the number must not exceed ``needed`` instead.
+        peer: the number is a ratio to a peer, and ``needed`` is 1 at most where we do not run on AVX-512.
+        together: where all cases pass, one row stands for them: that of the worst.
+        threads: how many the goal supposes.
+    """
+
+    text: str
+    holds_for: Choice
+    figure: Read
+    needed: float
+    at_most: bool = False
+    peer: bool = False
+    together: bool = False
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One goal's verdict on one case, or on several at once."""
+
+    goal: str
+    where: str
+    figure: float | None
+    needed: float
+    at_most: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``pass``, ``short`` or ``not measured``."""
+        if self.figure is None:
+            return "not measured"
+        reached = self.figure <= self.needed if self.at_most else self.figure >= self.needed
+        return "pass" if reached else "short"
+
+    @property
+    def severity(self) -> float:
+        """Grows with the distance from the goal; an unmeasured figure is the furthest."""
+        if self.figure is None:
+            return float("inf")
+        return self.figure if self.at_most else -self.figure
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as plain values, its verdict included."""
+        values = {"goal": self.goal, "where": self.where, "figure": self.figure, "needed": self.needed}
+        return {**values, "at_most": self.at_most, "verdict": self.verdict}
+
+
+def _entry(result: Result, wanted: Callable[[str], bool]) -> Entry | None:
+    """The entry whose ratio to ours is lowest, among those whose name is wanted."""
+    entries = [entry for entry in result.peers if entry.ratio is not None and wanted(entry.peer)]
+    return min(entries, key=lambda entry: entry.ratio.median) if entries else None  # type: ignore[union-attr]
+
+
+def _ratio(result: Result, wanted: Callable[[str], bool]) -> float | None:
+    entry = _entry(result, wanted)
+    return entry.ratio.median if entry and entry.ratio else None
+
+
+def against(name: str) -> Read:
+    """The ratio of one peer's time or bytes to ours."""
+    return lambda result: _ratio(result, lambda peer: peer == name)
+
+
+def against_strongest(result: Result) -> float | None:
+    """The lowest ratio of any peer to ours."""
+    return _ratio(result, lambda peer: peer not in NAMES)
+
+
+def own_gain(result: Result) -> float | None:
+    """Our other call's time over ours."""
+    return _ratio(result, lambda peer: peer in NAMES)
+
+
+def own_cost(result: Result) -> float | None:
+    """Our time or bytes over those of the call of ours that it is measured beside."""
+    gain = own_gain(result)
+    return 1 / gain if gain else None
+
+
+def cost_of_visible(result: Result) -> float | None:
+    """Our time over that without masks, for each pair in a block that the masks leave visible."""
+    cost = own_cost(result)
+    return cost / visible_share(result.case) if cost else None
+
+
+def peak_mib(result: Result) -> float | None:
+    """Our peak, MiB."""
+    return result.ours.peak_bytes / _MIB if result.ours.peak_bytes is not None else None
+
+
+def _extra_bytes(result: Result) -> float | None:
+    other = _entry(result, lambda peer: peer in NAMES)
+    if other is None or other.peak_bytes is None or result.ours.peak_bytes is None:
+        return None
+    return result.ours.peak_bytes - other.peak_bytes
+
+
+def extra_over_results(result: Result) -> float | None:
+    """Our peak less that of the call without weights, over the bytes of output and weights."""
+    case, extra = result.case, _extra_bytes(result)
+    weights = case.batch * case.length * case.keys * (1 if case.average_weights else case.heads)
+    numbers = case.batch * case.length * case.embed_dim + weights
+    return extra / (numbers * DTYPES[case.dtype].itemsize) if extra is not None else None
+
+
+def extra_over_mask(result: Result) -> float | None:
+    """Our peak less that of a mask that is not trained and less some scratch, over the bytes of the mask."""
+    extra, mask = _extra_bytes(result), make_inputs(result.case).mask
+    return max(0.0, extra - _SCRATCH) / (mask.numel() * mask.element_size()) if extra is not None else None
+
+
+def _timed_core(case: Case) -> bool:
+    return case.level == "core" and case.task in ("forward", "backward")
+
+
+def _plain(case: Case) -> bool:
+    return not (case.mask != "none" or case.dropout or case.need_weights or case.kv_heads or case.value_dim)
+
+
+def _is(shape: str, task: str, options: str, level: str) -> Choice:
+    names = (level, task, shape, options, "fp32")
+    return lambda case: (case.level, case.task, case.shape_name, case.options_name, case.dtype) == names
+
+
+def _core_goals() -> Iterator[Goal]:
+    for shape, tasks in _CORE_RATIOS.items():
+        for task, ratios in tasks.items():
+            for options, ratio in zip(_TRIANGLE, ratios, strict=True):
+                if ratio is not None:
+                    yield Goal(
+                        "core vs F.sdpa", _is(shape, task, options, "core"), against("F.sdpa"),
+                        ratio * _CORE_SLACK, peer=True,
+                    )  # fmt: skip
+
+    def short(case: Case) -> bool:
+        return _timed_core(case) and _plain(case) and case.dtype == "fp32" and case.shape_name in _CORE_RATIOS
+
+    yield Goal(
+        "core, T up to 128, vs the strongest peer", lambda case: short(case) and case.length <= 128,
+        against_strongest, 1.0, peer=True,
+    )  # fmt: skip
+    shapes = [",".join(map(str, shape)) for shape in CORE_SHAPES]
+
+    def double(case: Case) -> bool:
+        return _timed_core(case) and _plain(case) and case.dtype == "fp64" and case.shape_name in shapes
+
+    yield Goal("core, float64, vs F.sdpa", double, against("F.sdpa"), 1.2, peer=True, together=True)
+
+    def odd(case: Case) -> bool:
+        return (
+            _timed_core(case)
+            and _plain(case)
+            and case.dtype == "fp32"
+            and (case.head_dim in ODD_WIDTHS or case.length in ODD_LENGTHS)
+        )
+
+    yield Goal("core, odd sizes, vs F.sdpa", odd, against("F.sdpa"), 1.0, peer=True, together=True)
+    yield Goal("one head, 1 thread over all threads", lambda case: case.beside == "1 thread", own_gain, 1.6, threads=2)
+
+
+def _mask_goals() -> Iterator[Goal]:
+    def masked(case: Case) -> bool:
+        return _timed_core(case) and case.beside == "unmasked"
+
+    yield Goal("masks vs F.sdpa with the same", masked, against("F.sdpa"), 1.2, peer=True)
+    yield Goal("masks, for each pair in a visible block, over unmasked", masked, cost_of_visible, 1.15, at_most=True)
+
+    def trained(case: Case) -> bool:
+        return case.task == "memory" and case.beside == "mask not trained"
+
+    yield Goal("mask's gradient, extra bytes over the mask's", trained, extra_over_mask, 2.0, at_most=True)
+
+
+def _dropout_goals() -> Iterator[Goal]:
+    def training(case: Case) -> bool:
+        return case.task == "training" and case.beside == "no dropout"
+
+    def memory(case: Case) -> bool:
+        return case.task == "memory" and case.beside == "no dropout"
+
+    yield Goal("dropout, training step over that without", training, own_cost, 1.3, at_most=True)
+    yield Goal("dropout, bytes over those without", memory, own_cost, 1.1, at_most=True)
+
+
+def _weights_goals() -> Iterator[Goal]:
+    def wanted(case: Case) -> bool:
+        return case.level == "layer" and case.need_weights and case.dtype == "fp32" and case.mask == "none"
+
+    def memory(case: Case) -> bool:
+        return wanted(case) and case.task == "memory"
+
+    def timed(case: Case) -> bool:
+        return wanted(case) and case.task != "memory"
+
+    yield Goal("weights, extra bytes over output and weights", memory, extra_over_results, 1.2, at_most=True)
+    yield Goal(
+        "weights, over the call without", lambda case: timed(case) and case.length == 1024, own_cost, 1.5, at_most=True
+    )
+    yield Goal(
+        "weights vs nn.MHA with weights", lambda case: timed(case) and case.average_weights and case.length >= 512,
+        against("nn.MHA"), 1.6, peer=True,
+    )  # fmt: skip
+
+
+def _layer_goals() -> Iterator[Goal]:
+    for shape, ratios in _LAYER_RATIOS.items():
+        for column, ratio in ratios.items():
+            task, peer = ("training", "nn.MHA (default call)") if column == "default" else (column, "nn.MHA")
+            yield Goal(
+                f"layer vs {peer}", _is(shape, task, "full", "layer"), against(peer), ratio * _LAYER_SLACK, peer=True
+            )
+
+    def timed(case: Case) -> bool:
+        return case.level == "layer" and case.task != "memory" and case.dtype in ("fp32", "fp64")
+
+    yield Goal(
+        "layer vs the strongest peer", lambda case: timed(case) and _plain(case), against_strongest, 1.0,
+        peer=True, together=True,
+    )  # fmt: skip
+    yield Goal(
+        "layer with options vs the strongest peer", lambda case: timed(case) and not _plain(case), against_strongest,
+        1.0, peer=True, together=True,
+    )  # fmt: skip
+    yield Goal("one token over its two linears", lambda case: case.beside == "two linears", own_cost, 1.5, at_most=True)
+
+
+def _memory_goals() -> Iterator[Goal]:
+    def memory(case: Case, length: int) -> bool:
+        sizes = (case.level, case.task, case.heads, case.length, case.head_dim)
+        return sizes == ("core", "memory", 8, length, 64)
+
+    text = "peak of forward and backward, MiB"
+    yield Goal(text, lambda case: memory(case, 4096), peak_mib, 48, at_most=True)
+    yield Goal(text, lambda case: memory(case, 16384), peak_mib, 4 * 48, at_most=True)
+
+
+def all_goals() -> list[Goal]:
+    """Returns every goal."""
+    groups = (_core_goals, _mask_goals, _dropout_goals, _weights_goals, _layer_goals, _memory_goals)
+    return [goal for group in groups for goal in group()]
+
+
+def _rows(goal: Goal, results: Sequence[Result], machine: dict[str, Any]) -> list[Row]:
+    needed = min(goal.needed, 1.0) if goal.peer and machine["cpu_capability"] != "avx512" else goal.needed
+    rows = []
+    for result in results:
+        if goal.holds_for(result.case):
+            figure = goal.figure(result) if machine["threads"] >= goal.threads else None
+            rows.append(Row(goal.text, result.case.name, figure, needed, goal.at_most))
+    if goal.together and len(rows) > 1 and all(row.verdict == "pass" for row in rows):
+        worst = max(rows, key=lambda row: row.severity)
+        return [Row(goal.text, f"all {len(rows)}; worst: {worst.where}", worst.figure, needed, goal.at_most)]
+    return rows
+
+
+def evaluate(results: Sequence[Result], machine: dict[str, Any], accuracy: Sequence[Cell] = ()) -> list[Row]:
+    """Returns the verdicts of all goals on the cases that were measured."""
+    rows = [row for goal in all_goals() for row in _rows(goal, results, machine)]
+    if accuracy:
+        passing = sum(cell.passes for cell in accuracy)
+        rows.append(Row("errors at most PyTorch's, cells", "accuracy", float(passing), float(len(accuracy))))
+    return rows

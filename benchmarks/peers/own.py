@@ -1,0 +1,91 @@
+"""What we compare ourselves with: our own call with something left out, timed in the same rounds as the peers.
+
+Such a comparison computes something else than the case asks for, so its result is not checked against ours, and it is
+no competitor: only ``benchmarks/goals.py`` reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.inputs import Inputs
+from benchmarks.peers.base import Peer, Runner
+from benchmarks.peers.torch_core import OurAttention
+from benchmarks.peers.torch_layer import OurLayer
+
+OURS: dict[str, Peer] = {"core": OurAttention(), "layer": OurLayer()}
+
+
+class Changed(Peer):
+    """Our own call on a case with some options set otherwise."""
+
+    same_result = False
+
+    def __init__(self, level: str, name: str, **changes: object) -> None:
+        self.level = level
+        self.name = f"mha_ext, {name}"
+        self.changes = changes
+
+    def build(self, case: Case, inputs: Inputs) -> Runner:
+        """Keeps the tensors of the case, less the masks that are left out."""
+        changed = replace(case, **self.changes)  # type: ignore[arg-type]
+        if changed.mask == "none":
+            inputs = replace(inputs, mask=None, padding=None)
+        return OURS[self.level].build(changed, inputs)
+
+
+class OneThread(Peer):
+    """Our own call on one thread."""
+
+    level = "core"
+    name = "mha_ext, 1 thread"
+    same_result = False
+
+    def build(self, case: Case, inputs: Inputs) -> Runner:
+        """Asks for one thread around every call."""
+        return replace(OURS["core"].build(case, inputs), threads=1)
+
+
+class TwoLinears(Peer):
+    """The two products of a layer and nothing else, forward only: what a call cannot be quicker than."""
+
+    level = "layer"
+    name = "two linears"
+    same_result = False
+
+    def build(self, case: Case, inputs: Inputs) -> Runner:
+        """Both read the layer's input: it has the sizes of what lies between them."""
+        (x,) = inputs.arguments
+        in_weight, in_bias, out_weight, out_bias = (
+            inputs.parameters[name] for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        )
+
+        def forward() -> tuple[Tensor, None]:
+            F.linear(x, in_weight, in_bias)
+            return F.linear(x, out_weight, out_bias), None
+
+        return Runner(forward, {})
+
+
+_PEERS: dict[str, tuple[Peer, ...]] = {
+    "1 thread": (OneThread(),),
+    "unmasked": (Changed("core", "unmasked", mask="none", causal=False),),
+    "no dropout": (Changed("core", "no dropout", dropout=0.0), Changed("layer", "no dropout", dropout=0.0)),
+    "no weights": (Changed("layer", "no weights", need_weights=False),),
+    "mask not trained": (Changed("core", "mask not trained", mask="float"),),
+    "two linears": (TwoLinears(),),
+}
+COMPARISONS = tuple(_PEERS)
+
+
+EVERY = tuple(peer for peers in _PEERS.values() for peer in peers)
+NAMES = frozenset(peer.name for peer in EVERY)
+
+
+def comparisons(case: Case) -> list[Peer]:
+    """Returns what of our own a case is measured beside: one participant or none."""
+    return [peer for peer in _PEERS.get(case.beside, ()) if peer.level == case.level]
