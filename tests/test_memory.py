@@ -75,15 +75,9 @@ for length in LENGTHS:
 """
 
 
-GROUPS = pytest.param(
-    "groups",
-    marks=pytest.mark.xfail(
-        strict=True, reason="missing: backward of two key/value heads without four copies of the queries' gradient"
-    ),
+@pytest.mark.parametrize(
+    "kind", ["plain", "causal", "mask", "padding", "bias", "learned", "dropout", "values", "groups"]
 )
-
-
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "padding", "bias", "learned", "dropout", "values", GROUPS])
 def test_forward_and_backward_at_length_4096(kind: str) -> None:
     """H = 8, D = 64, float32: the output, three gradients and scratch. With as many key/value heads and values as wide
     that is 32 MiB and scratch; one score matrix a head alone would be 64 MiB."""

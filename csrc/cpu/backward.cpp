@@ -26,7 +26,7 @@ at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& targ
 void input_gradients(BackwardParams& b, const at::Tensor& grad_query, at::ScalarType compute) {
   const AttentionParams& p = b.attention;
   const KernelTable& kernel = kernels_for(compute);
-  b.range_keys = key_range_size(p.kv_heads, p.num_keys);
+  b.range_keys = key_range_size(p.heads, p.kv_heads, p.num_keys);
   const int64_t range = splits_heads(p.batch * p.kv_heads, thread_count()) ? b.range_keys : p.num_keys;
   const int64_t ranges = divide_up(p.num_keys, range);
   at::Tensor shares;

@@ -7,9 +7,9 @@
 namespace mha_ext::cpu {
 namespace {
 
-// Ranges of all heads of one sample: enough for 8 threads to stay busy, and dQ's shares stay at 8 heads' worth a
-// sample.
-constexpr int64_t kWantedRanges = 8;
+// Ranges of all key/value heads of one sample: enough for 8 threads to stay busy. Each has a share of dQ for every
+// query head of its group; that many shares of a head's size may a sample have.
+constexpr int64_t kWantedRanges = 8, kMostShares = 16;
 constexpr int64_t kSmallestRange = 512;
 
 // So many units a thread that the last ones to finish wait little for one another.
@@ -30,8 +30,9 @@ int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most
   return std::max<int64_t>(1, divide_up(divide_up(num_queries, blocks), vector_width)) * vector_width;
 }
 
-int64_t key_range_size(int64_t kv_heads, int64_t num_keys) {
-  const int64_t wanted = divide_up(kWantedRanges, std::max<int64_t>(1, kv_heads));
+int64_t key_range_size(int64_t heads, int64_t kv_heads, int64_t num_keys) {
+  const int64_t wanted = std::min(divide_up(kWantedRanges, std::max<int64_t>(1, kv_heads)),
+                                  std::max<int64_t>(1, kMostShares / std::max<int64_t>(1, heads)));
   const int64_t ranges = std::clamp<int64_t>(num_keys / kSmallestRange, 1, wanted);
   return divide_up(divide_up(num_keys, ranges), kernels::kBlockKeys) * kernels::kBlockKeys;
 }

@@ -18,7 +18,7 @@ int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads)
 // Keys of one key/value head in backward come in ranges, so that with few heads more threads can work. Each range has
 // its share of dQ, and the shares are added in order, by one thread or by many. Returns keys a range; a multiple of
 // `kernels::kBlockKeys`.
-int64_t key_range_size(int64_t kv_heads, int64_t num_keys);
+int64_t key_range_size(int64_t heads, int64_t kv_heads, int64_t num_keys);
 
 // Whether ranges are units of work; else a whole head is. `rows` is batch x key/value heads.
 bool splits_heads(int64_t rows, int64_t threads);
