@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import processors
 
 PRODUCTS = "library products"
+_TRIALS = 2  # a second run can fail where the first did not; better before the others are timed
 
 
 class Bench:
@@ -54,7 +55,10 @@ class Bench:
             self._works[peer] = products.run
             return {"operations": products.operations}
         inputs = make_inputs(wanted)
-        self._works[peer] = timed_work(wanted, find_peer(wanted.level, peer).build(wanted, inputs), inputs)
+        work = timed_work(wanted, find_peer(wanted.level, peer).build(wanted, inputs), inputs)
+        for _ in range(_TRIALS):
+            work()
+        self._works[peer] = work
         return {}
 
     def time(self, peer: str, repeats: int) -> dict[str, Any]:

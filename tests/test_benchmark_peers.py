@@ -15,7 +15,7 @@ from benchmarks.inputs import make_inputs
 from benchmarks.peers import OURS, PEERS, Peer, Runner, find_peer, peers_for
 from benchmarks.peers.base import ForeignPeer
 from benchmarks.peers.compiled import check_compiled
-from benchmarks.work import TOLERANCES, largest_difference, results
+from benchmarks.work import TOLERANCES, largest_difference, results, timed_work
 
 CORE = Case("core", "forward", batch=2, heads=4, length=9, head_dim=8)
 LAYER = Case("layer", "training", batch=2, heads=2, length=9, head_dim=8)
@@ -88,6 +88,14 @@ def test_a_runner_keeps_the_memory_that_it_reads(name: str) -> None:
 def test_compiled_peers_compute_what_we_compute(case: Case) -> None:
     (peer,), _ = peers_for(case, lambda peer: peer.worker == "torch.compile")
     assert_agree(case, [peer])
+
+
+def test_a_compiled_backward_runs_again_and_again() -> None:
+    case = replace(CORE, task="backward")
+    inputs = make_inputs(case)
+    work = timed_work(case, find_peer("core", "compiled softmax").build(case, inputs), inputs)
+    first, second = work(), work()
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_eager_code_is_not_taken_for_compiled_nor_fused_attention_for_unfused() -> None:

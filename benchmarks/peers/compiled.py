@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.profiler import profile
@@ -50,8 +51,9 @@ def check_compiled(case: Case, runner: Runner, fused: bool) -> Runner:
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles anew: after eight versions of one function PyTorch would give up."""
+    """Compiles anew, after eight versions of one function PyTorch would give up; for a backward that is run again."""
     torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
