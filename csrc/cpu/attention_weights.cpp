@@ -25,7 +25,8 @@ WeightsResult attention_with_weights(const AttentionArguments& args, bool averag
 
   const kernels::KernelTable& kernel = kernels_for(type);
   const int64_t head_count = average ? p.heads : 1, first_heads = p.heads / head_count;
-  p.query_block = weights_query_block_size(p.num_queries, p.num_keys, kernel.vector_width, p.batch * first_heads);
+  p.query_block = query_block_size(p.num_queries, kernel.vector_width,
+                                   most_weights_queries(p.num_queries, p.num_keys, p.batch * first_heads));
   const kernels::WeightsParams w{{p, mutable_view_of(out), lse.mutable_data_ptr()},
                                  mutable_view_of(average ? weights.unsqueeze(1) : weights),
                                  head_count,

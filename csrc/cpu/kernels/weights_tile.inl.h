@@ -71,8 +71,8 @@ void add_visible_weights(const Tile& t, bool first, WeightsScratch<V>& s) {
   for (int64_t k = 0; k < t.key_count; ++k) {
     for (int64_t q = 0; q < t.lanes; ++q) {
       const int64_t at = (t.key_begin + k) * t.lanes + q;
-      const Scalar weight = hides(s.mask, t.lanes, k, q) ? Scalar(0) : s.probabilities[at] * s.tile_factor[q];
-      s.sum[at] = first ? weight : s.sum[at] + weight;
+      const Scalar before = first ? Scalar(0) : s.sum[at];
+      s.sum[at] = hides(s.mask, t.lanes, k, q) ? before : before + s.probabilities[at] * s.tile_factor[q];
     }
   }
 }
