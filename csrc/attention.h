@@ -31,7 +31,7 @@ enum Causal : int64_t {
 struct AttentionArguments {
   at::Tensor query;      // (B, H, T_q, D)
   at::Tensor key;        // (B, H_kv, T_kv, D)
-  at::Tensor value;      // (B, H_kv, T_kv, D_v); absent for the attention weights
+  at::Tensor value;      // (B, H_kv, T_kv, D_v); absent for the gradient of the attention weights
   at::Tensor attn_mask;  // broadcasts to (B, H, T_q, T_kv - num_appended_keys); bool: True = may attend; else added
   at::Tensor key_padding_mask;  // (B or 1, T_kv - num_appended_keys); bool: True = ignore; else added
   at::Tensor dropout_seed;      // int64, one element; present iff dropout_p > 0
@@ -42,6 +42,7 @@ struct AttentionArguments {
 };
 
 using AttentionResult = std::tuple<at::Tensor, at::Tensor>;                                         // out, lse
+using WeightsResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;                               // out, lse, weights
 using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // q, k, v, masks
 using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;                // q, k, masks
 
@@ -59,8 +60,10 @@ struct AttentionCotangents {
 };
 AttentionGradients call_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
-// (B, H, T_q, T_kv), or their mean over heads (B, T_q, T_kv): the weights that attention used, after dropout.
-at::Tensor call_attention_weights(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
+// The same with the weights that were used, after dropout: (B, H, T_q, T_kv), or their mean over heads (B, T_q, T_kv).
+WeightsResult call_attention_with_weights(const AttentionArguments& arguments, bool average);
+
+// What the backward of the weights takes besides query, key, masks and numbers; the output's has an operator above.
 
 struct WeightsCotangents {
   at::Tensor grad_weights;

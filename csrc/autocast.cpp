@@ -47,11 +47,11 @@ AttentionResult attention_autocast(const AttentionArguments& a) {
   return call_attention(lower);
 }
 
-at::Tensor attention_weights_autocast(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+WeightsResult attention_with_weights_autocast(const AttentionArguments& a, bool average) {
   const Autocast cast(a.query);
   AttentionArguments lower = a;
-  for (at::Tensor* tensor : {&lower.query, &lower.key}) cast(*tensor);
-  return call_attention_weights(lower, lse, average);
+  for (at::Tensor* tensor : {&lower.query, &lower.key, &lower.value}) cast(*tensor);
+  return call_attention_with_weights(lower, average);
 }
 
 LayerResult multi_head_attention_autocast(const LayerArguments& a) {
@@ -68,7 +68,7 @@ namespace {
 
 void register_autocast(torch::Library& m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_autocast>));
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_autocast>));
+  m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_autocast>));
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_autocast>));
 }
 

@@ -9,7 +9,7 @@ bool autocast_is_active(const at::Tensor& query);
 
 // Cast, switch autocast off and call the operator.
 AttentionResult attention_autocast(const AttentionArguments& arguments);
-at::Tensor attention_weights_autocast(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
+WeightsResult attention_with_weights_autocast(const AttentionArguments& arguments, bool average);
 LayerResult multi_head_attention_autocast(const LayerArguments& arguments);
 
 }  // namespace mha_ext

@@ -4,6 +4,7 @@
 // - an input requires a gradient: a Function whose backward is our backward operator;
 // - else: on to the device's kernel.
 // The backward operators have closed forms in ATen, re-derived from the inputs, for whoever differentiates them.
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -62,33 +63,50 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
 struct WeightsCall {
   const AttentionArguments& arguments;
-  const at::Tensor& lse;
   bool average;
 };
+
+at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
+}
 
 class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
  public:
   static constexpr bool is_traceable = true;
 
-  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                            const OptionalTensor&, const WeightsCall& call) {
+  static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, const WeightsCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const AttentionArguments& a = call.arguments;
-    context->save_for_backward({a.query, a.key, a.attn_mask, a.key_padding_mask, a.dropout_seed, call.lse});
+    context->set_materialize_grads(false);
+    const auto [out, lse, weights] = call_attention_with_weights(a, call.average);
+    context->save_for_backward({a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse});
     save_numbers(context, a);
     context->saved_data["average"] = call.average;
-    return call_attention_weights(a, call.lse, call.average);
+    return {out, lse, weights};
   }
 
+  // Few losses look at the weights: what they do not ask for is not computed.
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
-    AttentionArguments a{saved[0], saved[1], {}, saved[2], saved[3], saved[4]};
+    AttentionArguments a{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
     load_numbers(context, a);
-    const bool average = context->saved_data["average"].toBool();
-    const std::array<bool, 4> wanted = wanted_gradients<4>(context, {a.query, a.key, a.attn_mask, a.key_padding_mask});
-    const auto [query, key, attn_mask, key_padding_mask] =
-        call_attention_weights_backward(a, {grads[0], saved[5], average, wanted});
-    return {query, key, attn_mask, key_padding_mask, at::Tensor()};
+    const std::array<bool, 5> wanted =
+        wanted_gradients<5>(context, {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask});
+    variable_list result(6);
+    if (grads[0].defined() || grads[1].defined()) {
+      std::tie(result[0], result[1], result[2], result[3], result[4]) =
+          call_attention_backward(a, {grads[0], grads[1], saved[6], saved[7], wanted});
+    }
+    if (grads[2].defined()) {
+      a.value = at::Tensor();
+      const bool average = context->saved_data["average"].toBool();
+      const auto [query, key, attn_mask, key_padding_mask] = call_attention_weights_backward(
+          a, {grads[2], saved[7], average, {wanted[0], wanted[1], wanted[3], wanted[4]}});
+      result[0] = sum_of(result[0], query), result[1] = sum_of(result[1], key);
+      result[3] = sum_of(result[3], attn_mask), result[4] = sum_of(result[4], key_padding_mask);
+    }
+    return result;
   }
 };
 
@@ -118,15 +136,16 @@ AttentionGradients attention_backward_autograd(const AttentionArguments& a, cons
   return call_attention_backward(a, c);
 }
 
-at::Tensor attention_weights_autograd(const AttentionArguments& a, const at::Tensor& lse, bool average) {
+WeightsResult attention_with_weights_autograd(const AttentionArguments& a, bool average) {
   const auto inputs = differentiable(a);
-  if (must_decompose(inputs)) return attention_weights_from_inputs(a, lse, average);
+  if (must_decompose(inputs)) return attention_with_weights_math(a, average);
   if (needs_gradient(inputs)) {
-    return WeightsFunction::apply(a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                                  WeightsCall{a, lse, average});
+    const variable_list results = WeightsFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask),
+                                                         to_optional(a.key_padding_mask), WeightsCall{a, average});
+    return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return call_attention_weights(a, lse, average);
+  return call_attention_with_weights(a, average);
 }
 
 WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a, const WeightsCotangents& c) {
@@ -144,7 +163,7 @@ WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a
 TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_autograd>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_autograd>));
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_autograd>));
+  m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_autograd>));
   m.impl("attention_weights_backward",
          TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_autograd>));
 }

@@ -12,9 +12,9 @@ AttentionResult attention_batched(const AttentionArguments& a) {
   return autocast_is_active(a.query) ? attention_autocast(a) : attention_math(a);
 }
 
-at::Tensor attention_weights_batched(const AttentionArguments& a, const at::Tensor& lse, bool average) {
-  if (autocast_is_active(a.query)) return attention_weights_autocast(a, lse, average);
-  return attention_weights_from_inputs(a, lse, average);
+WeightsResult attention_with_weights_batched(const AttentionArguments& a, bool average) {
+  if (autocast_is_active(a.query)) return attention_with_weights_autocast(a, average);
+  return attention_with_weights_math(a, average);
 }
 
 LayerResult multi_head_attention_batched(const LayerArguments& a) {
@@ -26,7 +26,7 @@ LayerResult multi_head_attention_batched(const LayerArguments& a) {
 TORCH_LIBRARY_IMPL(mha_ext, FuncTorchBatched, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_batched>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_batched>));
+  m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_batched>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_math>));
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_batched>));
   m.impl("multi_head_attention_backward",

@@ -248,11 +248,6 @@ void check_attention_backward(const AttentionArguments& a, const AttentionCotang
   check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[4]);
 }
 
-void check_attention_weights(const AttentionArguments& a, const at::Tensor& lse) {
-  check_attention("attention_weights", a);
-  check_lse("attention_weights", a, lse);
-}
-
 void check_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
   const char* function = "attention_weights_backward";
   check_attention(function, a);

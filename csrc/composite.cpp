@@ -20,6 +20,14 @@ at::Tensor folded_visible(const Problem& p, const c10::SymInt& kv_heads) {
   return pairs::fold(p.hidden.logical_not().expand_symint(p.softmax.probabilities.sym_sizes()), kv_heads);
 }
 
+// O = W V
+at::Tensor attend(const AttentionArguments& a, const Problem& p, const at::Tensor& weights) {
+  const c10::SymInt kv_heads = a.key.sym_size(1);
+  const at::Tensor visible = p.value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
+  const at::Tensor out = pairs::weighted_sum(pairs::fold(weights, kv_heads), p.value, visible);
+  return lay_out_like_query(pairs::unfold(out, a.query.sym_size(1)).to(a.query.scalar_type()), a.query);
+}
+
 // dV = W^T dO
 at::Tensor value_gradient(const AttentionArguments& a, const Problem& p, const Operand& grad_out) {
   const c10::SymInt kv_heads = a.key.sym_size(1);
@@ -39,11 +47,16 @@ AttentionResult attention_math(const AttentionArguments& a) {
   check_attention("attention", a);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
-  const c10::SymInt kv_heads = a.key.sym_size(1);
-  const at::Tensor weights = pairs::fold(pairs::dropped(p.softmax.probabilities, p), kv_heads);
-  const at::Tensor visible = p.value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
-  const at::Tensor out = pairs::unfold(pairs::weighted_sum(weights, p.value, visible), a.query.sym_size(1));
-  return {lay_out_like_query(out.to(a.query.scalar_type()), a.query), p.softmax.lse.contiguous()};
+  return {attend(a, p, pairs::dropped(p.softmax.probabilities, p)), p.softmax.lse.contiguous()};
+}
+
+WeightsResult attention_with_weights_math(const AttentionArguments& a, bool average) {
+  check_attention("attention_with_weights", a);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
+  const at::Tensor used = pairs::dropped(p.softmax.probabilities, p);
+  const at::Tensor weights = (average ? used.mean(1) : used).to(a.query.scalar_type());
+  return {attend(a, p, used), p.softmax.lse.contiguous(), weights.contiguous()};
 }
 
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {
@@ -67,6 +80,7 @@ AttentionGradients attention_backward_math(const AttentionArguments& a, const At
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_math>));
+  m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_math>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
 }
 

@@ -9,11 +9,8 @@ namespace mha_ext {
 AttentionResult attention_math(const AttentionArguments& arguments);
 AttentionGradients attention_backward_math(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
-// `lse` is part of the operator for kernels' sake; it is checked here and not read. With `average` one head after the
-// other, so that no (B, H, T_q, T_kv) tensor is held.
-at::Tensor attention_weights_math(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
-// The same, differentiable.
-at::Tensor attention_weights_from_inputs(const AttentionArguments& arguments, const at::Tensor& lse, bool average);
+WeightsResult attention_with_weights_math(const AttentionArguments& arguments, bool average);
+// One head after the other, so that the pair tensors of one head are held at a time.
 WeightsGradients attention_weights_backward_math(const AttentionArguments& arguments,
                                                  const WeightsCotangents& cotangents);
 

@@ -1,10 +1,8 @@
-// The attention weights as a result, and their backward.
+// Backward of the attention weights.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/softmax.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <vector>
 
 #include "checks.h"
@@ -15,7 +13,6 @@
 namespace mha_ext {
 namespace {
 
-using pairs::HeadRange;
 using pairs::Problem;
 
 // The problem of head h alone, as tensors with one head.
@@ -29,21 +26,6 @@ AttentionArguments select_head(const AttentionArguments& a, int64_t h) {
 }
 
 int64_t num_heads(const AttentionArguments& a) { return a.query.sym_size(1).guard_int(__FILE__, __LINE__); }
-
-// softmax(S) after dropout, in place on the scores: not differentiable. Not exp(S - lse): a row whose scores are huge
-// (under a mask of finfo.min, say) loses its normalisation in lse.
-at::Tensor weights_in_place(const AttentionArguments& a, const HeadRange& heads) {
-  const at::ScalarType dtype = pairs::compute_dtype(a.query);
-  const at::Tensor query = a.query.to(dtype) * pairs::scale_of(a);
-  const at::Tensor hidden = pairs::hidden_pairs(a);
-  at::Tensor weights = pairs::masked_scores(a, {query, {}}, {a.key.to(dtype), {}}, /*hidden=*/{});
-  if (hidden.defined()) weights.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
-  weights = at::softmax(weights, -1);
-  // Rows without a visible key are NaN now, and so are hidden pairs of rows that see a NaN.
-  if (hidden.defined()) weights.masked_fill_(hidden, 0);
-  if (a.dropout_seed.defined()) weights.mul_(pairs::dropout_multipliers(a, heads));
-  return weights;
-}
 
 // A sum, or a list to be put side by side, that grows head by head.
 class PerHead {
@@ -70,33 +52,6 @@ class PerHead {
 };
 
 }  // namespace
-
-at::Tensor attention_weights_math(const AttentionArguments& a, const at::Tensor& lse, bool average) {
-  check_attention_weights(a, lse);
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const int64_t heads = num_heads(a);
-  if (!average) return weights_in_place(a, {0, heads}).to(a.query.scalar_type());
-  at::Tensor mean;
-  for (int64_t h = 0; h < heads; ++h) {
-    const at::Tensor weights = weights_in_place(select_head(a, h), {h, heads}).squeeze(1);
-    mean = h == 0 ? weights : mean.add_(weights);
-  }
-  return mean.div_(heads).to(a.query.scalar_type());
-}
-
-at::Tensor attention_weights_from_inputs(const AttentionArguments& a, const at::Tensor& lse, bool average) {
-  check_attention_weights(a, lse);
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const int64_t heads = num_heads(a);
-  at::Tensor sum;
-  for (int64_t h = 0; h < (average ? heads : 1); ++h) {
-    const AttentionArguments problem_arguments = average ? select_head(a, h) : a;
-    const Problem p = pairs::make_problem(problem_arguments, {h, heads});
-    const at::Tensor weights = pairs::dropped(p.softmax.probabilities, p);
-    sum = sum.defined() ? sum + weights : weights;
-  }
-  return (average ? sum.squeeze(1) / heads : sum).to(a.query.scalar_type());
-}
 
 WeightsGradients attention_weights_backward_math(const AttentionArguments& a, const WeightsCotangents& c) {
   check_attention_weights_backward(a, c);
@@ -127,7 +82,6 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_math>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_math>));
 }
 

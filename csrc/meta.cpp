@@ -26,11 +26,15 @@ at::TensorOptions lse_options(const at::Tensor& query) {
   return query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-AttentionResult attention_meta(const AttentionArguments& a) {
-  check_attention("attention", a);
+AttentionResult attention_results(const AttentionArguments& a) {
   const at::Tensor& q = a.query;
   return {empty_like_query(q, a.value.sym_size(3)),
           at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, lse_options(q))};
+}
+
+AttentionResult attention_meta(const AttentionArguments& a) {
+  check_attention("attention", a);
+  return attention_results(a);
 }
 
 AttentionGradients attention_backward_meta(const AttentionArguments& a, const AttentionCotangents& c) {
@@ -40,11 +44,12 @@ AttentionGradients attention_backward_meta(const AttentionArguments& a, const At
           contiguous_like(c.output_mask[4], a.key_padding_mask)};
 }
 
-at::Tensor attention_weights_meta(const AttentionArguments& a, const at::Tensor& lse, bool average) {
-  check_attention_weights(a, lse);
+WeightsResult attention_with_weights_meta(const AttentionArguments& a, bool average) {
+  check_attention("attention_with_weights", a);
   const at::Tensor& q = a.query;
-  if (average) return empty({q.sym_size(0), q.sym_size(2), a.key.sym_size(2)}, q);
-  return empty({q.sym_size(0), q.sym_size(1), q.sym_size(2), a.key.sym_size(2)}, q);
+  const auto [out, lse] = attention_results(a);
+  if (average) return {out, lse, empty({q.sym_size(0), q.sym_size(2), a.key.sym_size(2)}, q)};
+  return {out, lse, empty({q.sym_size(0), q.sym_size(1), q.sym_size(2), a.key.sym_size(2)}, q)};
 }
 
 WeightsGradients attention_weights_backward_meta(const AttentionArguments& a, const WeightsCotangents& c) {
@@ -96,7 +101,7 @@ LayerGradients multi_head_attention_backward_meta(const LayerArguments& a, const
 TORCH_LIBRARY_IMPL(mha_ext, Meta, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_meta>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_meta>));
-  m.impl("attention_weights", TORCH_FN(attention_weights_kernel<attention_weights_meta>));
+  m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_meta>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_meta>));
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_meta>));
   m.impl("multi_head_attention_backward",

@@ -27,10 +27,10 @@ AttentionGradients call_attention_backward(const AttentionArguments& a, const At
                  a.scale, a.num_appended_keys, c.output_mask);
 }
 
-at::Tensor call_attention_weights(const AttentionArguments& a, const at::Tensor& lse, bool average) {
-  static const auto op = find<decltype(attention_weights_kernel<nullptr>)>("mha_ext::attention_weights");
-  return op.call(a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask), to_optional(a.dropout_seed),
-                 lse, a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
+WeightsResult call_attention_with_weights(const AttentionArguments& a, bool average) {
+  static const auto op = find<decltype(attention_with_weights_kernel<nullptr>)>("mha_ext::attention_with_weights");
+  return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
 }
 
 WeightsGradients call_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
@@ -73,8 +73,9 @@ TORCH_LIBRARY(mha_ext, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "attention_weights(Tensor query, Tensor key, Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, "
-      "Tensor lse, *, float dropout_p, int causal, float? scale, int num_appended_keys, bool average) -> Tensor",
+      "attention_with_weights(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+      "Tensor? key_padding_mask=None, Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, "
+      "float? scale=None, int num_appended_keys=0, bool average=True) -> (Tensor out, Tensor lse, Tensor weights)",
       tags);
   m.def(
       "attention_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor? attn_mask, "

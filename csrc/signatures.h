@@ -29,14 +29,13 @@ AttentionGradients attention_backward_kernel(const OptionalTensor& grad_out, con
 }
 
 template <auto kFunction>
-at::Tensor attention_weights_kernel(const at::Tensor& query, const at::Tensor& key, const OptionalTensor& attn_mask,
-                                    const OptionalTensor& key_padding_mask, const OptionalTensor& dropout_seed,
-                                    const at::Tensor& lse, double dropout_p, int64_t causal,
-                                    std::optional<double> scale, int64_t num_appended_keys, bool average) {
-  return kFunction(
-      AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask), from_optional(key_padding_mask),
-                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
-      lse, average);
+WeightsResult attention_with_weights_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                            const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+                                            const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
+                                            std::optional<double> scale, int64_t num_appended_keys, bool average) {
+  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
+                   average);
 }
 
 template <auto kFunction>

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._decomp import register_decomposition
 
@@ -31,18 +30,7 @@ def _kernel(operator: torch._ops.OpOverload[..., Any], keys: DispatchKeySet) -> 
     return call
 
 
-_per_head_weights = _kernel(operators.attention_weights.default, _COMPOSITION)
-
-
-def _attention_weights(query: Tensor, key: Tensor, *tensors: Tensor | None, average: bool, **options: Any) -> Tensor:
-    """All heads at once: the composition saves memory by going head by head, a graph grows with it."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    weights: Tensor = _per_head_weights(query.to(wide), key.to(wide), *tensors, average=False, **options)
-    return (weights.mean(1) if average else weights).to(query.dtype)
-
-
-for _operator in (operators.attention, operators.attention_weights, operators.multi_head_attention):
+for _operator in (operators.attention, operators.attention_with_weights, operators.multi_head_attention):
     _overload = _operator.default
-    _averages = _operator is operators.attention_weights
-    register_decomposition(_overload)(_attention_weights if _averages else _kernel(_overload, _COMPOSITION))
+    register_decomposition(_overload)(_kernel(_overload, _COMPOSITION))
     register_decomposition(_overload, type="meta")(_kernel(_overload, _META))

@@ -25,7 +25,7 @@ def _scores(query: Shape, key: Shape) -> int:
     return 2 * batch * num_heads * num_queries * key[2]
 
 
-@register_flop_formula(operators.attention)
+@register_flop_formula([operators.attention, operators.attention_with_weights])
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
     return _scores(query, key) * (query[3] + value[3])
 
@@ -37,11 +37,6 @@ def _attention_backward(
     need_query, need_key, need_value = map(int, kwargs["output_mask"][:3])
     # Q Kᵀ again and dO Vᵀ always, then dS K, dSᵀ Q, Pᵀ dO.
     return _scores(query, key) * (query[3] * (1 + need_query + need_key) + value[3] * (1 + need_value))
-
-
-@register_flop_formula(operators.attention_weights)
-def _attention_weights(*_: Any, **__: Any) -> int:
-    return 0  # the scores that `attention` was counted for: asking to see them adds nothing to the model's operations
 
 
 @register_flop_formula(operators.attention_weights_backward)

@@ -17,8 +17,8 @@ from torch import Tensor
 __all__ = [
     "attention",
     "attention_backward",
-    "attention_weights",
     "attention_weights_backward",
+    "attention_with_weights",
     "draw_seed",
     "multi_head_attention",
     "multi_head_attention_backward",
@@ -66,7 +66,7 @@ _load()
 operators = torch.ops.mha_ext
 _attention = operators.attention.default
 _attention_backward = operators.attention_backward.default
-_attention_weights = operators.attention_weights.default
+_attention_with_weights = operators.attention_with_weights.default
 _attention_weights_backward = operators.attention_weights_backward.default
 _multi_head_attention = operators.multi_head_attention.default
 _multi_head_attention_backward = operators.multi_head_attention_backward.default
@@ -150,28 +150,28 @@ def attention_backward(
     return result
 
 
-def attention_weights(
+def attention_with_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    lse: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
     causal: int = 0,
     scale: float | None = None,
     num_appended_keys: int = 0,
     average: bool = True,
-) -> Tensor:
-    """The weights (after dropout) that :func:`attention` used: ``(B, H, T, S)``, or their mean over heads."""
-    result: Tensor = _attention_weights(
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attention` and the weights (after dropout) that it used: ``(B, H, T, S)``, or their mean over heads."""
+    result: tuple[Tensor, Tensor, Tensor] = _attention_with_weights(
         query,
         key,
+        value,
         attn_mask,
         key_padding_mask,
         dropout_seed,
-        lse,
         dropout_p=dropout_p,
         causal=causal,
         scale=scale,
@@ -197,7 +197,7 @@ def attention_weights_backward(
     average: bool = True,
     output_mask: Sequence[bool] = (True, True, False, False),
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of :func:`attention_weights` for query, key, attn_mask, key_padding_mask."""
+    """Gradients of the weights of :func:`attention_with_weights` for query, key, attn_mask, key_padding_mask."""
     result: tuple[Tensor | None, ...] = _attention_weights_backward(
         grad_weights,
         query,

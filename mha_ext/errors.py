@@ -11,7 +11,7 @@ from typing import NoReturn
 
 __all__ = ["InvalidTypeError", "InvalidValueError", "UnsupportedLayoutError", "pass_on"]
 
-_OPERATORS = ("attention", "multi_head_attention")
+_OPERATORS = ("attention", "attention_with_weights", "multi_head_attention")
 
 
 class InvalidValueError(ValueError, AssertionError, RuntimeError):

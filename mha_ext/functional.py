@@ -151,30 +151,23 @@ def scaled_dot_product_attention(
     if scale is not None:
         scale = checks.real(where, "scale", scale)
     seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
+    tensors = (query, key, value, attn_mask, key_padding_mask, seed)
+    average = return_weights == "mean"
+    weights = None
     try:
-        out, lse = _ops.attention(
-            query, key, value, attn_mask, key_padding_mask, seed, dropout_p=dropout_p, causal=causal, scale=scale
-        )
+        if return_weights is None:
+            out, lse = _ops.attention(*tensors, dropout_p=dropout_p, causal=causal, scale=scale)
+        else:
+            out, lse, weights = _ops.attention_with_weights(
+                *tensors, dropout_p=dropout_p, causal=causal, scale=scale, average=average
+            )
     except (ValueError, TypeError) as error:
         errors.pass_on(error, where)
     out = layout.restore(out)
-    if not return_lse and return_weights is None:
+    if not return_lse and weights is None:
         return out
     results = [out, layout.restore(lse)] if return_lse else [out]
-    if return_weights is not None:
-        average = return_weights == "mean"
-        weights = _ops.attention_weights(
-            query,
-            key,
-            attn_mask,
-            key_padding_mask,
-            seed,
-            lse,
-            dropout_p=dropout_p,
-            causal=causal,
-            scale=scale,
-            average=average,
-        )
+    if weights is not None:
         weights = weights.sum(-2) if return_weights == "column_sum" else weights
         results.append(layout.restore(weights, has_heads=not average))
     return tuple(results)

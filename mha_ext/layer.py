@@ -183,26 +183,27 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on heads: the context, heads combined, in the layer's layout, and the weights if they are wanted."""
     mask, padding, dropout_p, seed, causal, need_weights, average, where = options
+    weights = None
     try:
-        out, lse = _ops.attention(
-            q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
-        )
+        if need_weights:
+            out, _, weights = _ops.attention_with_weights(
+                q,
+                k,
+                v,
+                mask,
+                padding,
+                seed,
+                dropout_p=dropout_p,
+                causal=causal,
+                num_appended_keys=num_appended_keys,
+                average=average,
+            )
+        else:
+            out, _ = _ops.attention(
+                q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
+            )
     except (ValueError, TypeError) as error:
         errors.pass_on(error, where)
-    weights = None
-    if need_weights:
-        weights = _ops.attention_weights(
-            q,
-            k,
-            mask,
-            padding,
-            seed,
-            lse,
-            dropout_p=dropout_p,
-            causal=causal,
-            num_appended_keys=num_appended_keys,
-            average=average,
-        )
     return _combine_heads(out, batch_first), weights
 
 

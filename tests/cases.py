@@ -257,10 +257,9 @@ def exact(problem: Problem) -> Exact:
 
 
 # ---------------------------------------------------------------------------------------------------------- the checks
-def attention_weights(*tensors: Tensor | None, average: bool, **options: Any) -> Tensor:
-    """The weights operator on (query, key, attn_mask, key_padding_mask, dropout_seed, lse), options off by default."""
-    off = {"dropout_p": 0.0, "causal": 0, "scale": None, "num_appended_keys": 0}
-    return ops.attention_weights(*tensors, **{**off, **options}, average=average)
+def attention_weights(query: Tensor, key: Tensor, *rest: Tensor | None, average: bool, **options: Any) -> Tensor:
+    """The weights alone, from (query, key, attn_mask, key_padding_mask, dropout_seed) and options."""
+    return ops.attention_with_weights(query, key, key.detach(), *rest, **options, average=average)[2]
 
 
 def run(problem: Problem, with_lse_grad: bool = True) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -66,7 +66,7 @@ def test_the_returned_weights_are_those_used(average: bool) -> None:
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (20, 70, 70))
     seed = torch.tensor([99])
     out, lse = ops.attention(q, k, v, dropout_seed=seed, dropout_p=0.3, causal=1)
-    weights = attention_weights(q, k, None, None, seed, lse, dropout_p=0.3, causal=1, average=average)
+    weights = attention_weights(q, k, None, None, seed, dropout_p=0.3, causal=1, average=average)
     keep = reference.dropout_keep(99, 2, 4, 20, 70, 0.3)
     per_head = torch.exp(q @ k.mT / 8**0.5 - lse[..., None]).tril().where(keep, 0) / 0.7
     assert_within(weights, per_head.mean(1) if average else per_head, 1e-13)

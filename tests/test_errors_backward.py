@@ -42,8 +42,9 @@ def test_attention_backward(name: str, change: Any, error: type[Exception], mess
 
 def test_weights_need_an_lse_that_can_be_read() -> None:
     s = attention_state()
-    with pytest.raises(ValueError, match="attention_weights: lse must be on query's device cpu, got meta"):
-        ops.attention_weights(s["query"], s["key"], None, None, None, s["lse"].to("meta"), **OFF, average=True)
+    inputs = (torch.zeros(2, 5, 5), s["query"], s["key"], None, None, None, s["lse"].to("meta"))
+    with pytest.raises(ValueError, match="attention_weights_backward: lse must be on query's device cpu, got meta"):
+        ops.attention_weights_backward(*inputs, **OFF, average=True, output_mask=[True] * 2 + [False] * 2)
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,6 @@ def test_the_graph_is_freed_and_can_be_kept() -> None:
 def test_weights_and_their_gradients(average: bool, options: dict[str, object], sizes: tuple[int, int]) -> None:
     case = Case(**{**Case(2, 4, None, *sizes, 8, dtype=torch.float64).__dict__, **options})
     problem = build(case)
-    lse = ops.attention(*problem.tensors, **problem.options)[1]
     names = ("query", "key", "attn_mask", "key_padding_mask")
     leaves = {
         n: x.detach().requires_grad_()
@@ -234,7 +233,7 @@ def test_weights_and_their_gradients(average: bool, options: dict[str, object], 
         if (x := getattr(problem, n)) is not None and x.is_floating_point()
     }
     tensors = [leaves.get(n, getattr(problem, n)) for n in names]
-    weights = attention_weights(*tensors, problem.dropout_seed, lse, **problem.options, average=average)
+    weights = attention_weights(*tensors, problem.dropout_seed, **problem.options, average=average)
     truth = exact(problem)
     want = truth.weights * truth.drop
     assert_within(weights, want.mean(1) if average else want, 1e-12, "weights")
@@ -256,11 +255,10 @@ def test_weights_and_their_gradients(average: bool, options: dict[str, object], 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_in_other_dtypes_sum_to_one_and_match(dtype: torch.dtype) -> None:
     problem = build(Case(2, 4, 2, 33, 70, 16, dtype=dtype, causal=1))
-    lse = ops.attention(*problem.tensors, causal=1)[1]
     truth = exact(problem)
     limit = float(attention_limits(truth, dtype, 2, grads=False)["lse"].max()) * 2 + torch.finfo(dtype).eps
     for average in (False, True):
-        weights = attention_weights(problem.query, problem.key, None, None, None, lse, causal=1, average=average)
+        weights = attention_weights(problem.query, problem.key, causal=1, average=average)
         assert_within(weights, truth.weights.mean(1) if average else truth.weights, limit, "weights")
         sums = weights.double().sum(-1)
         assert_within(sums, torch.ones_like(sums), 70 * limit)
@@ -280,9 +278,8 @@ def test_gradients_of_the_weights_in_every_dtype(dtype: torch.dtype, average: bo
         problem.grad_out = (problem.grad_out[:, :1] / 2).expand_as(problem.grad_out)
     truth = exact(problem)
     limits = attention_limits(truth, dtype, 1)
-    lse = ops.attention(*problem.tensors, **problem.options)[1]
     query, key = (x.detach().requires_grad_() for x in (problem.query, problem.key))
-    rest = (problem.attn_mask, problem.key_padding_mask, problem.dropout_seed, lse)
+    rest = (problem.attn_mask, problem.key_padding_mask, problem.dropout_seed)
     weights = attention_weights(query, key, *rest, **problem.options, average=average)
     want, limit = truth.out, limits["out"]
     assert_within(weights, want.mean(1) if average else want, limit.amax(1) if average else limit)
@@ -338,8 +335,7 @@ def test_gradcheck_and_gradgradcheck_of_the_weights(average: bool) -> None:
     )
 
     def call(q: Tensor, k: Tensor, m: Tensor, p: Tensor) -> Tensor:
-        lse = ops.attention(q, k, torch.zeros_like(k), m, p)[1].detach()
-        return attention_weights(q, k, m, p, None, lse, average=average)
+        return attention_weights(q, k, m, p, average=average)
 
     assert gradcheck(call, (query, key, mask, padding))
     assert gradgradcheck(call, (query, key, mask, padding))

@@ -151,6 +151,28 @@ def test_layer(need_weights: bool) -> None:
     assert peak < limit, f"{peak / MIB:.0f} MiB"
 
 
+@pytest.mark.parametrize(("average", "training"), [(True, False), (True, True), (False, False)])
+def test_weights_cost_what_is_returned(average: bool, training: bool) -> None:
+    """T = 2048, H = 8: the averaged weights take 16 MiB, those of each head 128, and nothing of their size is held
+    besides."""
+    plain, with_weights = measured(f"""
+        layer = mha_ext.MultiheadAttention(64, 8, batch_first=True)
+        def problem(length, need_weights):
+            x = torch.randn(1, length, 64)
+            def call():
+                out = layer(x, x, x, need_weights=need_weights, average_attn_weights={average})
+                if {training}:
+                    out[0].sum().backward()
+                return out
+            return call
+        with torch.set_grad_enabled({training}):
+            problem(64, True)(), problem(64, False)()
+            print(extra(problem(2048, False)), extra(problem(2048, True)))
+    """)
+    output, weights = 2048 * 64 * 4 / 1024, 2048 * 2048 * 4 / 1024 * (1 if average else 8)
+    assert with_weights - plain < 1.2 * (output + weights), f"{plain} then {with_weights} KiB"
+
+
 def test_masks_are_never_merged_or_expanded() -> None:
     """N = 8, H = 8, L = 1000: a bool mask with padding; merged per head they would be 61 MiB of bytes, 244 MiB of
     floats."""

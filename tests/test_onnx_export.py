@@ -209,14 +209,15 @@ def test_compilers_keep_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a composition took the place of an operator")
 
-    operators = [getattr(KERNELS, n).default for n in ("attention", "attention_weights", "multi_head_attention")]
+    operators = [getattr(KERNELS, n).default for n in ("attention", "attention_with_weights", "multi_head_attention")]
     for operator in operators:
         assert operator in decomposition_table
         monkeypatch.setitem(decomposition_table, operator, refuse)
     sizes = {name: SIZES[name] for name in ("query", "key", "value")}
     found = set()
-    for need_weights in (True, False):
-        model = Layer(mha_ext.MultiheadAttention(EMBED, HEADS, batch_first=True).double(), need_weights=need_weights)
+    for need_weights, add_zero_attn in ((True, False), (False, False), (False, True)):
+        module = mha_ext.MultiheadAttention(EMBED, HEADS, add_zero_attn=add_zero_attn, batch_first=True).double()
+        model = Layer(module, need_weights=need_weights)
         program = torch.export.export(model.eval(), (), inputs_of(2, 5, 6), dynamic_shapes=sizes)
         found |= {node.target for node in program.run_decompositions().graph.nodes}
     assert found >= set(operators)

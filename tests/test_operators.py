@@ -14,8 +14,8 @@ from torch import Tensor
 NAMES = (
     "attention",
     "attention_backward",
-    "attention_weights",
     "attention_weights_backward",
+    "attention_with_weights",
     "multi_head_attention",
     "multi_head_attention_backward",
 )
@@ -57,14 +57,12 @@ def test_opcheck_attention_backward(case: Case, with_lse: bool) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("average", [True, False])
-def test_opcheck_attention_weights_and_its_backward(case: Case, average: bool) -> None:
+def test_opcheck_attention_with_weights_and_its_backward(case: Case, average: bool) -> None:
     problem = build(case)
-    lse = ops.attention(*problem.tensors, **problem.options)[1]
     rest = (problem.attn_mask, problem.key_padding_mask)
-    tensors = needing_gradients((problem.query, problem.key, *rest))
     options = {**problem.options, "average": average}
-    torch.library.opcheck(ops.attention_weights.default, (*tensors, problem.dropout_seed, lse), options)
-    weights = ops.attention_weights(problem.query, problem.key, *rest, problem.dropout_seed, lse, **options)
+    torch.library.opcheck(ops.attention_with_weights.default, needing_gradients(problem.tensors), options)
+    _, lse, weights = ops.attention_with_weights(*problem.tensors, **options)
     wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest]]
     arguments = (torch.randn_like(weights), problem.query, problem.key, *rest, problem.dropout_seed, lse)
     torch.library.opcheck(ops.attention_weights_backward.default, arguments, {**options, "output_mask": wanted})

@@ -1,8 +1,9 @@
-// The attention weights on CPU, per head or their mean over heads without a matrix a head, and their backward.
+// attention on CPU with its weights, per head or their mean over heads without a matrix a head; and their backward.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../layout.h"
 #include "../signatures.h"
 #include "arguments.h"
 #include "backward.h"
@@ -11,31 +12,37 @@
 namespace mha_ext::cpu {
 namespace {
 
-at::Tensor attention_weights(const AttentionArguments& args, const at::Tensor& lse, bool average) {
-  check_attention_weights(args, lse);
-  const BoundArguments bound = bind(args);
-  const kernels::AttentionParams& p = bound.params;
-  const at::Tensor out = average ? at::empty({p.batch, p.num_queries, p.num_keys}, args.query.options())
-                                 : at::empty({p.batch, p.heads, p.num_queries, p.num_keys}, args.query.options());
-  if (out.numel() == 0) return out;
+WeightsResult attention_with_weights(const AttentionArguments& args, bool average) {
+  check_attention("attention_with_weights", args);
+  BoundArguments bound = bind(args);
+  kernels::AttentionParams& p = bound.params;
+  const at::ScalarType type = compute_type(args.query);
+  const at::Tensor out = empty_like_query(args.query, args.value.size(3));
+  const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
+  const at::Tensor weights = average ? at::empty({p.batch, p.num_queries, p.num_keys}, args.query.options())
+                                     : at::empty({p.batch, p.heads, p.num_queries, p.num_keys}, args.query.options());
+  if (lse.numel() == 0) return {out, lse, weights};
 
-  const at::Tensor lse_rows = lse.contiguous();
-  kernels::WeightsParams w{p, lse_rows.const_data_ptr(), mutable_view_of(average ? out.unsqueeze(1) : out)};
-  if (average) {
-    w.head_count = p.heads;
-    w.factor = 1.0 / static_cast<double>(p.heads);
-  }
-  const kernels::KernelTable& kernel = kernels_for(compute_type(args.query));
-  const int64_t blocks = divide_up(p.num_queries, p.query_block), first_heads = p.heads / w.head_count;
+  const kernels::KernelTable& kernel = kernels_for(type);
+  const int64_t head_count = average ? p.heads : 1, first_heads = p.heads / head_count;
+  p.query_block = query_block_size(p.num_queries, kernel.vector_width,
+                                   most_weights_queries(p.num_queries, p.num_keys, p.batch * first_heads));
+  const kernels::WeightsParams w{{p, mutable_view_of(out), lse.mutable_data_ptr()},
+                                 mutable_view_of(average ? weights.unsqueeze(1) : weights),
+                                 head_count,
+                                 1.0 / static_cast<double>(head_count)};
+  const int64_t blocks = divide_up(p.num_queries, p.query_block);
   const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
-                               static_cast<double>(p.head_dim * w.head_count);
-  parallel_units(p.batch * first_heads * blocks, multiply_adds, kernel.weights_scratch_bytes(p),
+                               static_cast<double>((p.head_dim + p.value_dim) * head_count);
+  parallel_units(p.batch * first_heads * blocks, multiply_adds, kernel.weights_scratch_bytes(w),
                  [&](int64_t unit, void* scratch) {
-                   const int64_t row = unit / blocks, begin = unit % blocks * p.query_block;
+                   const int64_t row = unit / blocks;
+                   // Last block first: under a causal mask it is the longest.
+                   const int64_t begin = (blocks - 1 - unit % blocks) * p.query_block;
                    const int64_t count = std::min(p.query_block, p.num_queries - begin);
                    kernel.weights_block(w, {row / first_heads, row % first_heads, begin, count}, scratch);
                  });
-  return out;
+  return {out, lse, weights};
 }
 
 WeightsGradients attention_weights_backward(const AttentionArguments& args, const WeightsCotangents& cotangents) {
@@ -61,7 +68,7 @@ WeightsGradients attention_weights_backward(const AttentionArguments& args, cons
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
-  m.impl("attention_weights", &attention_weights_kernel<attention_weights>);
+  m.impl("attention_with_weights", &attention_with_weights_kernel<attention_with_weights>);
   m.impl("attention_weights_backward", &attention_weights_backward_kernel<attention_weights_backward>);
 }
 

@@ -15,6 +15,12 @@ constexpr int64_t kSmallestRange = 512;
 // So many units a thread that the last ones to finish wait little for one another.
 constexpr int64_t kBlocksPerThread = 4, kHeadsPerThread = 3;
 
+// Units with weights are long. So many keep 4 threads busy, and T = 128 runs on 32 lanes (16 took 5 % more time).
+constexpr int64_t kWantedUnits = 4;
+// Their scratch is two numbers a key and query, 1 MiB here. At T = 1024 the narrower blocks took 8 % more time: they
+// read K and V of all heads twice as often.
+constexpr int64_t kKeysForWideBlocks = 1024;
+
 // One core makes at least some 1e10 multiply-adds a second with vectors.
 constexpr double kMultiplyAddsPerTask = 2e5;
 
@@ -28,6 +34,12 @@ int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads)
 int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most) {
   const int64_t blocks = std::max<int64_t>(1, divide_up(num_queries, most));
   return std::max<int64_t>(1, divide_up(divide_up(num_queries, blocks), vector_width)) * vector_width;
+}
+
+int64_t most_weights_queries(int64_t num_queries, int64_t num_keys, int64_t rows) {
+  const int64_t most = num_keys <= kKeysForWideBlocks ? kernels::kBlockQueries : kernels::kBlockQueries / 2;
+  const int64_t wanted = divide_up(kWantedUnits, std::max<int64_t>(1, rows));
+  return std::clamp<int64_t>(divide_up(num_queries, wanted), 1, most);
 }
 
 int64_t key_range_size(int64_t heads, int64_t kv_heads, int64_t num_keys) {

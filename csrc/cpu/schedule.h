@@ -15,6 +15,10 @@ int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most
 // is batch x heads.
 int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads);
 
+// `most` where the weights are wanted and a unit is a block of queries of a whole group of heads, whose scratch grows
+// with the keys. `rows` is batch x groups.
+int64_t most_weights_queries(int64_t num_queries, int64_t num_keys, int64_t rows);
+
 // Keys of one key/value head in backward come in ranges, so that with few heads more threads can work. Each range has
 // its share of dQ, and the shares are added in order, by one thread or by many. Returns keys a range; a multiple of
 // `kernels::kBlockKeys`.

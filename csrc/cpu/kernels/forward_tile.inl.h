@@ -55,9 +55,10 @@ void accumulate_visible(const Tile& t, Rows<typename V::Scalar> values, int64_t 
   }
 }
 
+// False when the tile hides every pair; nothing was done then.
 template <class V>
-void forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
-  if (!score_tile<V>(p, t, s).visible) return;
+bool forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
+  if (!score_tile<V>(p, t, s).visible) return false;
   apply_mask<V>(t, s.mask, s.scores);
   softmax_tile<V>(t, s.mask.edge, s.scores, s.softmax);
   if (p.dropout) drop_probabilities<V>(p, t, s.mask.edge, s.scores);
@@ -66,11 +67,12 @@ void forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s)
   const int64_t width = padded_width<V>(p.value_dim);
   if (s.mask.hides_pairs && any_nonfinite<V>(values.data, values.ld, t.key_count, width)) {
     accumulate_visible<V>(t, values, p.value_dim, s);
-    return;
+    return true;
   }
   key_sum<V, Start::Scale>(
       t, s.mask.edge,
       {values.data, values.ld, s.scores, t.lanes, s.accumulator, t.lanes, t.key_count, s.softmax.rescale}, width);
+  return true;
 }
 
 // out = O^T / l turned back into rows, lse = m + log l. A row that saw no key has l = 0: out 0, lse -inf.

@@ -20,9 +20,9 @@ struct KernelTable {
                               const MaskGradientView&, void* scratch);
   size_t (*mask_gradient_scratch_bytes)(const AttentionParams&);
 
-  // The attention weights of one block of queries, from the saved log-sum-exp.
+  // out, lse and the weights of one block of queries, for `head_count` heads.
   void (*weights_block)(const WeightsParams&, const QueryBlock&, void* scratch);
-  size_t (*weights_scratch_bytes)(const AttentionParams&);
+  size_t (*weights_scratch_bytes)(const WeightsParams&);
 
   int vector_width;  // lanes; blocks of queries are padded to a multiple of it
 };

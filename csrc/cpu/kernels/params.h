@@ -83,12 +83,11 @@ struct BackwardParams {
   int64_t range_keys = 0;  // a multiple of kBlockKeys
 };
 
-// The weights after dropout, summed over `head_count` heads from the block's head on and times `factor`: rows of `out`
-// are queries, and its stride_h serves weights given per head.
+// Forward with the weights after dropout, summed over `head_count` heads from the block's head on and times `factor`:
+// rows of `weights` are queries, and its stride_h serves weights given per head.
 struct WeightsParams {
-  AttentionParams attention;
-  const void* lse = nullptr;
-  MutableTensorView out;
+  ForwardParams forward;
+  MutableTensorView weights;
   int64_t head_count = 1;
   double factor = 1.0;
 };
