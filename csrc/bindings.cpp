@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "direct_calls.h"
 #include "provider.h"
 
 namespace {
@@ -42,5 +43,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_cpu_capability", &set_cpu_capability, py::arg("name"), "Run the kernels with this one.");
   m.def("install_provider", &mha_ext::install_provider, "Compute PyTorch's own attention on CPU with the kernels.");
   m.def("uninstall_provider", &mha_ext::uninstall_provider, "Give PyTorch its own attention back.");
+  mha_ext::add_direct_calls(m.ptr());
   m.def("build_info", &build_info, "What the extension was built for and with.");
 }

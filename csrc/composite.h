@@ -18,6 +18,8 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& argum
 LayerResult multi_head_attention_composed(const LayerArguments& arguments);
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& arguments,
                                                       const LayerCotangents& cotangents);
+// Its steps one after the other, each an operator of its own: the output and the attention weights.
+AttentionResult multi_head_attention_with_weights(const LayerArguments& arguments, bool average);
 // The same, to be differentiated by autograd or a transform: the state comes out detached, and the backward does not
 // rely on it.
 LayerResult multi_head_attention_differentiable(const LayerArguments& arguments);

@@ -13,21 +13,19 @@
 #include "checks.h"
 #include "composite.h"
 #include "cpu/backward_into.h"
+#include "differentiation.h"
+#include "layer.h"
 #include "pairs.h"
 #include "signatures.h"
 
 namespace mha_ext {
 namespace {
 
-c10::SymInt head_dim(const LayerArguments& a) {
-  return a.in_proj_weight.sym_size(0) / (a.num_heads + 2 * a.num_kv_heads);
-}
-
-// Rows [first, first + count) of the packed projection, counted in heads.
-struct HeadRows {
-  int64_t first;
-  int64_t count;
-};
+using layer::head_dim;
+using layer::HeadRows;
+using layer::Projection;
+using layer::Projections;
+using layer::projections;
 
 // `packed` is in_proj_weight or in_proj_bias.
 at::Tensor rows_of(const LayerArguments& a, const at::Tensor& packed, const HeadRows& rows) {
@@ -38,24 +36,6 @@ at::Tensor rows_of(const LayerArguments& a, const at::Tensor& packed, const Head
 
 at::Tensor project(const LayerArguments& a, const at::Tensor& input, const HeadRows& rows) {
   return at::linear(input, rows_of(a, a.in_proj_weight, rows), to_optional(rows_of(a, a.in_proj_bias, rows)));
-}
-
-// One product with the packed weight: an input, the gradient it takes part in, and the rows it is multiplied with.
-struct Projection {
-  const at::Tensor* input;
-  HeadRows rows;
-};
-
-std::vector<Projection> projections(const LayerArguments& a) {
-  const int64_t h = a.num_heads, g = a.num_kv_heads;
-  switch (a.shared_inputs) {
-    case kSharedAll:
-      return {{&a.query, {0, h + 2 * g}}};
-    case kSharedKeyValue:
-      return {{&a.query, {0, h}}, {&a.key, {h, 2 * g}}};
-    default:
-      return {{&a.query, {0, h}}, {&a.key, {h, g}}, {&a.value, {h + g, g}}};
-  }
 }
 
 // (B, T, n * D) or (T, B, n * D) as a (B, n, T, D) view.
@@ -88,15 +68,21 @@ AttentionArguments attention_arguments(const LayerArguments& a, const LayerState
   return arguments;
 }
 
-// Everything but the output projection.
-LayerState attend(const LayerArguments& a) {
+// The projections, with empty buffers where one serves several inputs; the rest of the state is left out.
+LayerState projected(const LayerArguments& a) {
   LayerState s;
   const std::array<at::Tensor*, 3> buffers{&s.q, &s.k, &s.v};
-  const std::vector<Projection> products = projections(a);
+  const Projections products = projections(a);
   for (size_t i = 0; i < buffers.size(); ++i) {
     *buffers[i] =
         i < products.size() ? project(a, *products[i].input, products[i].rows) : at::empty({0}, a.query.options());
   }
+  return s;
+}
+
+// Everything but the output projection.
+LayerState attend(const LayerArguments& a) {
+  LayerState s = projected(a);
   at::Tensor heads;
   std::tie(heads, s.lse) = call_attention(attention_arguments(a, s));
   s.context = combine_heads(a, heads).contiguous();  // what the Meta kernel promises; the product copies it otherwise
@@ -148,6 +134,27 @@ LayerResult compute(const LayerArguments& a) {
   return {out, s.q, s.k, s.v, s.context, s.lse};
 }
 
+// The layer's operator, and the weights from the projections that it returns. One view for each, not one a step.
+AttentionResult without_derivatives(const LayerArguments& a, bool average) {
+  const auto [out, q, k, v, context, lse] = call_multi_head_attention(a);
+  const c10::SymInt dim = head_dim(a);
+  const auto heads_of = [&](const at::Tensor& packed, int64_t first, int64_t count) {
+    const c10::SymInt inner = packed.sym_stride(1), outer = packed.sym_stride(0);
+    return packed.as_strided_symint(
+        {packed.sym_size(a.batch_first ? 0 : 1), count, packed.sym_size(a.batch_first ? 1 : 0), dim},
+        {a.batch_first ? outer : inner, dim, a.batch_first ? inner : outer, 1},
+        packed.sym_storage_offset() + first * dim);
+  };
+  AttentionArguments arguments;
+  arguments.query = heads_of(q, 0, a.num_heads);
+  arguments.key =
+      a.shared_inputs == kSharedAll ? heads_of(q, a.num_heads, a.num_kv_heads) : heads_of(k, 0, a.num_kv_heads);
+  arguments.attn_mask = a.attn_mask, arguments.key_padding_mask = a.key_padding_mask;
+  arguments.dropout_seed = a.dropout_seed, arguments.dropout_p = a.dropout_p;
+  arguments.causal = a.causal, arguments.scale = a.scale;
+  return {out, call_attention_weights(arguments, lse, average)};
+}
+
 at::Tensor side_by_side(const std::vector<at::Tensor>& parts, int64_t dim) {
   return parts.size() == 1 ? parts.front() : at::cat(parts, dim);
 }
@@ -156,7 +163,7 @@ at::Tensor side_by_side(const std::vector<at::Tensor>& parts, int64_t dim) {
 void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>& grads,
                           const std::array<bool, kNumLayerGradients>& wanted,
                           std::array<at::Tensor, kNumLayerGradients>& result) {
-  const std::vector<Projection> products = projections(a);
+  const Projections products = projections(a);
   std::vector<at::Tensor> weight_parts, bias_parts;
   for (size_t i = 0; i < products.size(); ++i) {
     const at::Tensor& input = *products[i].input;
@@ -259,6 +266,19 @@ LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c)
 LayerResult multi_head_attention_composed(const LayerArguments& a) {
   check_layer(a);
   return compute(a);
+}
+
+AttentionResult multi_head_attention_with_weights(const LayerArguments& a, bool average) {
+  const std::array<at::Tensor, 9> inputs{a.query,          a.key,          a.value,
+                                         a.in_proj_weight, a.in_proj_bias, a.out_proj_weight,
+                                         a.out_proj_bias,  a.attn_mask,    a.key_padding_mask};
+  if (!must_decompose(inputs) && !needs_gradient(inputs)) return without_derivatives(a, average);
+  check_layer(a);
+  const AttentionArguments arguments = attention_arguments(a, projected(a));
+  const auto [heads, lse] = call_attention(arguments);
+  const at::Tensor weights = call_attention_weights(arguments, lse, average);
+  const at::Tensor context = combine_heads(a, heads).contiguous();
+  return {at::linear(context, a.out_proj_weight, to_optional(a.out_proj_bias)), weights};
 }
 
 LayerResult multi_head_attention_differentiable(const LayerArguments& a) {

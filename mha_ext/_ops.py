@@ -20,6 +20,8 @@ __all__ = [
     "attention_weights_backward",
     "attention_with_weights",
     "draw_seed",
+    "layer_directly",
+    "layer_with_weights_directly",
     "multi_head_attention",
     "multi_head_attention_backward",
     "operators",
@@ -63,6 +65,10 @@ def _load() -> None:
 
 
 _load()
+# Called by position, or not at all: they give None where the operators have to be called, or refuse the arguments.
+from mha_ext._C import multi_head_attention as layer_directly  # noqa: E402
+from mha_ext._C import multi_head_attention_with_weights as layer_with_weights_directly  # noqa: E402
+
 operators = torch.ops.mha_ext
 _attention = operators.attention.default
 _attention_backward = operators.attention_backward.default

@@ -224,6 +224,12 @@ def fused(
         batch_first: the layout of inputs and output.
     """
     query, key, value = inputs
+    if not torch.compiler.is_compiling():
+        masks_and_seed = (options.attn_mask, options.key_padding_mask, options.dropout_seed)
+        numbers = (query.shape[2], *heads, batch_first, options.dropout_p, options.causal)
+        out = _ops.layer_directly(*inputs, *parameters, *masks_and_seed, *numbers)
+        if out is not None:
+            return out
     try:
         return _ops.multi_head_attention(
             query,

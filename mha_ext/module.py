@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mha_ext import checks, layer, nested, parameters, plain, unused_rows
+from mha_ext import _ops, checks, layer, nested, parameters, plain, unused_rows
 from mha_ext.errors import InvalidValueError
 
 __all__ = ["MultiheadAttention"]
@@ -255,6 +255,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: a dtype does not fit, or an argument is not a tensor.
             NotImplementedError: ``kv_cache`` is set.
         """
+        if key_padding_mask is None and attn_mask is None and kv_cache is None and not torch.compiler.is_compiling():
+            results = self._directly((query, key, value), need_weights, average_attn_weights, is_causal)
+            if results is not None:
+                return results
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
             wanted = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
@@ -280,6 +284,32 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not tracers:
             checks.tensors(_WHERE, *inputs)
         return tracers[0].create_proxy("call_module", tracers[0].path_of_module(self), inputs, options)
+
+    def _directly(
+        self, inputs: layer.QKV, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The results by one call where the module and its inputs are plain, without masks and dropout; else None."""
+        state, dropout_p = self.__dict__, self.dropout if self.training else 0.0
+        out_proj = state["_modules"].get("out_proj")
+        if (
+            not (type(need_weights) is type(average) is type(is_causal) is bool and state["_qkv_same_embed_dim"])
+            or self.add_zero_attn
+            or not (state.get("bias_k", self) is state.get("bias_v", self) is None)
+            or dropout_p != 0.0
+            or (need_weights and is_causal and torch.is_grad_enabled())  # may have unused rows
+            or not plain.is_linear(out_proj)
+        ):
+            return None
+        own, projection = state["_parameters"], out_proj._parameters
+        try:
+            parameters = own["in_proj_weight"], own["in_proj_bias"], projection["weight"], projection["bias"]
+        except KeyError:  # computed ones
+            return None
+        numbers = (self.embed_dim, self.num_heads, self.num_kv_heads, self.batch_first, 0.0, 1 if is_causal else 0)
+        if need_weights:
+            return _ops.layer_with_weights_directly(*inputs, *parameters, None, None, None, *numbers, average)
+        out = _ops.layer_directly(*inputs, *parameters, None, None, None, *numbers)
+        return None if out is None else (out, None)
 
     def _attend(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on dense inputs: as one operator where everything is plain, otherwise in pieces."""

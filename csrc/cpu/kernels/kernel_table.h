@@ -1,6 +1,7 @@
 // The list of entry points an instruction set offers, one table for float and one for double compute.
 #pragma once
 
+#include "few_rows.h"
 #include "params.h"
 
 namespace mha_ext::kernels {
@@ -23,6 +24,9 @@ struct KernelTable {
   // out, lse and the weights of one block of queries, for `head_count` heads.
   void (*weights_block)(const WeightsParams&, const QueryBlock&, void* scratch);
   size_t (*weights_scratch_bytes)(const WeightsParams&);
+
+  // Columns [begin, end) of a linear map of a few rows.
+  void (*few_rows_product)(const FewRowsProduct&, int64_t begin, int64_t end);
 
   int vector_width;  // lanes; blocks of queries are padded to a multiple of it
 };
