@@ -13,8 +13,11 @@
 #include "checks.h"
 #include "composite.h"
 #include "cpu/backward_into.h"
+#include "cpu/layer_with_weights.h"
+#include "cpu/products.h"
 #include "differentiation.h"
 #include "layer.h"
+#include "linear.h"
 #include "pairs.h"
 #include "signatures.h"
 
@@ -35,7 +38,7 @@ at::Tensor rows_of(const LayerArguments& a, const at::Tensor& packed, const Head
 }
 
 at::Tensor project(const LayerArguments& a, const at::Tensor& input, const HeadRows& rows) {
-  return at::linear(input, rows_of(a, a.in_proj_weight, rows), to_optional(rows_of(a, a.in_proj_bias, rows)));
+  return linear(input, rows_of(a, a.in_proj_weight, rows), rows_of(a, a.in_proj_bias, rows));
 }
 
 // (B, T, n * D) or (T, B, n * D) as a (B, n, T, D) view.
@@ -130,52 +133,12 @@ LayerArguments without_unused_rows(const LayerArguments& a) {
 
 LayerResult compute(const LayerArguments& a) {
   const LayerState s = attend(a);
-  const at::Tensor out = at::linear(s.context, a.out_proj_weight, to_optional(a.out_proj_bias));
+  const at::Tensor out = linear(s.context, a.out_proj_weight, a.out_proj_bias);
   return {out, s.q, s.k, s.v, s.context, s.lse};
-}
-
-// The layer's operator, and the weights from the projections that it returns. One view for each, not one a step.
-AttentionResult without_derivatives(const LayerArguments& a, bool average) {
-  const auto [out, q, k, v, context, lse] = call_multi_head_attention(a);
-  const c10::SymInt dim = head_dim(a);
-  const auto heads_of = [&](const at::Tensor& packed, int64_t first, int64_t count) {
-    const c10::SymInt inner = packed.sym_stride(1), outer = packed.sym_stride(0);
-    return packed.as_strided_symint(
-        {packed.sym_size(a.batch_first ? 0 : 1), count, packed.sym_size(a.batch_first ? 1 : 0), dim},
-        {a.batch_first ? outer : inner, dim, a.batch_first ? inner : outer, 1},
-        packed.sym_storage_offset() + first * dim);
-  };
-  AttentionArguments arguments;
-  arguments.query = heads_of(q, 0, a.num_heads);
-  arguments.key =
-      a.shared_inputs == kSharedAll ? heads_of(q, a.num_heads, a.num_kv_heads) : heads_of(k, 0, a.num_kv_heads);
-  arguments.attn_mask = a.attn_mask, arguments.key_padding_mask = a.key_padding_mask;
-  arguments.dropout_seed = a.dropout_seed, arguments.dropout_p = a.dropout_p;
-  arguments.causal = a.causal, arguments.scale = a.scale;
-  return {out, call_attention_weights(arguments, lse, average)};
 }
 
 at::Tensor side_by_side(const std::vector<at::Tensor>& parts, int64_t dim) {
   return parts.size() == 1 ? parts.front() : at::cat(parts, dim);
-}
-
-// grads[i] belongs to projections(a)[i]: (rows, its width), undefined when nobody needs it. Fills the first five.
-void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>& grads,
-                          const std::array<bool, kNumLayerGradients>& wanted,
-                          std::array<at::Tensor, kNumLayerGradients>& result) {
-  const Projections products = projections(a);
-  std::vector<at::Tensor> weight_parts, bias_parts;
-  for (size_t i = 0; i < products.size(); ++i) {
-    const at::Tensor& input = *products[i].input;
-    if (wanted[i]) {
-      const at::Tensor product = at::mm(grads[i], rows_of(a, a.in_proj_weight, products[i].rows));
-      result[i] = product.unflatten_symint(0, {input.sym_size(0), input.sym_size(1)});
-    }
-    if (wanted[3]) weight_parts.push_back(at::mm(grads[i].t(), flat_rows(input)));
-    if (wanted[4]) bias_parts.push_back(grads[i].sum(0));
-  }
-  if (wanted[3]) result[3] = side_by_side(weight_parts, 0);
-  if (wanted[4]) result[4] = side_by_side(bias_parts, 0);
 }
 
 // The gradients of the projections' results, one for each product and (rows, its width), and of the masks.
@@ -223,6 +186,36 @@ JoinedGradients joined_in_place(const LayerArguments& a, const AttentionArgument
   return joined;
 }
 
+// How the backward operator computes: as a composition that can be differentiated in its turn, or on CPU.
+struct Composed {
+  static constexpr auto joined = joined_copies;
+  static at::Tensor product(const at::Tensor& left, const at::Tensor& right) { return at::mm(left, right); }
+};
+struct OnCpu {
+  static constexpr auto joined = joined_in_place;
+  static constexpr auto product = cpu::product;
+};
+
+// grads[i] belongs to projections(a)[i]: (rows, its width), undefined when nobody needs it. Fills the first five.
+template <class Way>
+void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>& grads,
+                          const std::array<bool, kNumLayerGradients>& wanted,
+                          std::array<at::Tensor, kNumLayerGradients>& result) {
+  const Projections products = projections(a);
+  std::vector<at::Tensor> weight_parts, bias_parts;
+  for (size_t i = 0; i < products.size(); ++i) {
+    const at::Tensor& input = *products[i].input;
+    if (wanted[i]) {
+      const at::Tensor product = Way::product(grads[i], rows_of(a, a.in_proj_weight, products[i].rows));
+      result[i] = product.unflatten_symint(0, {input.sym_size(0), input.sym_size(1)});
+    }
+    if (wanted[3]) weight_parts.push_back(at::mm(grads[i].t(), flat_rows(input)));
+    if (wanted[4]) bias_parts.push_back(grads[i].sum(0));
+  }
+  if (wanted[3]) result[3] = side_by_side(weight_parts, 0);
+  if (wanted[4]) result[4] = side_by_side(bias_parts, 0);
+}
+
 // Which of the attention's five gradients the layer's wanted ones need.
 std::array<bool, 5> attention_mask(const LayerArguments& a, const std::array<bool, kNumLayerGradients>& wanted) {
   const bool parameters = wanted[3] || wanted[4];
@@ -239,7 +232,7 @@ std::array<bool, kNumLayerGradients> existing_gradients(const LayerArguments& a,
   return wanted;
 }
 
-template <auto kJoined>
+template <class Way>
 LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c) {
   check_layer_backward(a, c);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -251,11 +244,11 @@ LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c)
   const std::array<bool, 5> needed = attention_mask(a, wanted);
   if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
     const at::Tensor grad_context =
-        at::mm(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
-    const JoinedGradients grads = kJoined(
+        Way::product(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
+    const JoinedGradients grads = Way::joined(
         a, attention_arguments(a, c.state),
         AttentionCotangents{split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});
-    projection_gradients(wanted[3] ? without_unused_rows(a) : a, grads.projections, wanted, result);
+    projection_gradients<Way>(wanted[3] ? without_unused_rows(a) : a, grads.projections, wanted, result);
     result[7] = grads.attn_mask, result[8] = grads.key_padding_mask;
   }
   return std::tuple_cat(result);
@@ -269,16 +262,15 @@ LayerResult multi_head_attention_composed(const LayerArguments& a) {
 }
 
 AttentionResult multi_head_attention_with_weights(const LayerArguments& a, bool average) {
+  check_layer(a);
   const std::array<at::Tensor, 9> inputs{a.query,          a.key,          a.value,
                                          a.in_proj_weight, a.in_proj_bias, a.out_proj_weight,
                                          a.out_proj_bias,  a.attn_mask,    a.key_padding_mask};
-  if (!must_decompose(inputs) && !needs_gradient(inputs)) return without_derivatives(a, average);
-  check_layer(a);
+  if (runs_on_cpu_alone(inputs) && !needs_gradient(inputs)) return cpu::layer_with_weights(a, average);
   const AttentionArguments arguments = attention_arguments(a, projected(a));
-  const auto [heads, lse] = call_attention(arguments);
-  const at::Tensor weights = call_attention_weights(arguments, lse, average);
+  const auto [heads, lse, weights] = call_attention_with_weights(arguments, average);
   const at::Tensor context = combine_heads(a, heads).contiguous();
-  return {at::linear(context, a.out_proj_weight, to_optional(a.out_proj_bias)), weights};
+  return {linear(context, a.out_proj_weight, a.out_proj_bias), weights};
 }
 
 LayerResult multi_head_attention_differentiable(const LayerArguments& a) {
@@ -288,7 +280,7 @@ LayerResult multi_head_attention_differentiable(const LayerArguments& a) {
 }
 
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, const LayerCotangents& c) {
-  return layer_backward<joined_copies>(a, c);
+  return layer_backward<Composed>(a, c);
 }
 
 LayerGradients multi_head_attention_backward_from_inputs(const LayerArguments& a, const LayerCotangents& c) {
@@ -305,8 +297,7 @@ TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
-  m.impl("multi_head_attention_backward",
-         TORCH_FN(multi_head_attention_backward_kernel<layer_backward<joined_in_place>>));
+  m.impl("multi_head_attention_backward", TORCH_FN(multi_head_attention_backward_kernel<layer_backward<OnCpu>>));
 }
 
 }  // namespace mha_ext

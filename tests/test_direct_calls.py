@@ -12,7 +12,7 @@ from switches import cpu_capability, threads
 from tolerances import assert_within, growth, peer_limit, roundoff
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from tracing import FUSED, Operators
+from tracing import FUSED, WITH_WEIGHTS, Operators
 
 import mha_ext
 from mha_ext import MultiheadAttention, _ops
@@ -166,10 +166,10 @@ def test_modes_see_the_operator() -> None:
     with Functions() as functions:
         attention(x, x, x, need_weights=False)
     assert any("multi_head_attention" in name for name in functions.names)
-    for need_weights in (False, True):
+    for need_weights, operator in ((False, FUSED), (True, WITH_WEIGHTS)):
         with torch.no_grad(), Operators() as operators:
             attention(x, x, x, need_weights=need_weights)
-        assert operators.counts[FUSED] == 1
+        assert operators.counts[operator] == 1
 
 
 def test_a_module_that_was_changed_takes_the_long_way() -> None:

@@ -24,7 +24,13 @@ MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES, MAX_DEFINES_PER_1000 = 400
 # What of the files outside csrc/cpu those inside it may include.
 SHARED_HEADERS = {"attention.h", "checks.h", "layer.h", "layout.h", "signatures.h"}
 # What of csrc/cpu the files outside it may include.
-CPU_DOORS = {"cpu/dispatch.h", "cpu/backward_into.h", "cpu/forward_into.h"}
+CPU_DOORS = {
+    "cpu/dispatch.h",
+    "cpu/backward_into.h",
+    "cpu/forward_into.h",
+    "cpu/layer_with_weights.h",
+    "cpu/products.h",
+}
 KERNEL_SYSTEM_HEADERS = {"stdint.h", "stddef.h", "immintrin.h"}
 
 # The way down through the package: each imports only from those after it. Other modules must just not go in circles.

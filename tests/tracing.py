@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FUSED, PIECES = "mha_ext::multi_head_attention", "mha_ext::attention"
+WITH_WEIGHTS = "mha_ext::attention_with_weights"
 PYTORCHS = {
     "aten::_transformer_encoder_layer_fwd",
     "aten::_native_multi_head_attention",
@@ -31,7 +32,7 @@ class Operators(TorchDispatchMode):
     @property
     def ours(self) -> int:
         """How often an attention of ours ran, in one operator or in pieces."""
-        return self.counts.get(FUSED, 0) + self.counts.get(PIECES, 0)
+        return sum(self.counts.get(name, 0) for name in (FUSED, PIECES, WITH_WEIGHTS))
 
     @property
     def theirs(self) -> set[str]:

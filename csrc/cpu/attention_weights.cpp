@@ -7,21 +7,20 @@
 #include "../signatures.h"
 #include "arguments.h"
 #include "backward.h"
+#include "forward_into.h"
 #include "parallel.h"
 
 namespace mha_ext::cpu {
-namespace {
 
-WeightsResult attention_with_weights(const AttentionArguments& args, bool average) {
-  check_attention("attention_with_weights", args);
+std::tuple<at::Tensor, at::Tensor> attention_with_weights_into(const AttentionArguments& args, bool average,
+                                                               const at::Tensor& out) {
   BoundArguments bound = bind(args);
   kernels::AttentionParams& p = bound.params;
   const at::ScalarType type = compute_type(args.query);
-  const at::Tensor out = empty_like_query(args.query, args.value.size(3));
   const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
   const at::Tensor weights = average ? at::empty({p.batch, p.num_queries, p.num_keys}, args.query.options())
                                      : at::empty({p.batch, p.heads, p.num_queries, p.num_keys}, args.query.options());
-  if (lse.numel() == 0) return {out, lse, weights};
+  if (lse.numel() == 0) return {lse, weights};
 
   const kernels::KernelTable& kernel = kernels_for(type);
   const int64_t head_count = average ? p.heads : 1, first_heads = p.heads / head_count;
@@ -42,6 +41,15 @@ WeightsResult attention_with_weights(const AttentionArguments& args, bool averag
                    const int64_t count = std::min(p.query_block, p.num_queries - begin);
                    kernel.weights_block(w, {row / first_heads, row % first_heads, begin, count}, scratch);
                  });
+  return {lse, weights};
+}
+
+namespace {
+
+WeightsResult attention_with_weights(const AttentionArguments& args, bool average) {
+  check_attention("attention_with_weights", args);
+  const at::Tensor out = empty_like_query(args.query, args.value.size(3));
+  const auto [lse, weights] = attention_with_weights_into(args, average, out);
   return {out, lse, weights};
 }
 

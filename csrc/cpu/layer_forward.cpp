@@ -11,7 +11,9 @@
 #include "../signatures.h"
 #include "arguments.h"
 #include "forward_into.h"
+#include "layer_with_weights.h"
 #include "parallel.h"
+#include "products.h"
 
 namespace mha_ext::cpu {
 namespace {
@@ -58,7 +60,7 @@ bool is_small(const at::Tensor& input, const at::Tensor& weight, const OptionalT
 at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
   const int64_t columns = weight.size(0);
   const at::Tensor out = at::empty({input.size(0), input.size(1), columns}, input.options());
-  kernels::FewRowsProduct p;
+  kernels::LinearRows p;
   p.input = input.const_data_ptr();
   p.weight = weight.const_data_ptr();
   p.bias = bias.has_value() ? bias->const_data_ptr() : nullptr;
@@ -70,13 +72,14 @@ at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight, const Opt
   const int64_t step = kernel.vector_width;
   const double work = static_cast<double>(p.rows) * static_cast<double>(p.depth * step);
   parallel_units(divide_up(columns, step), work, 0, [&](int64_t unit, void*) {
-    kernel.few_rows_product(p, unit * step, std::min((unit + 1) * step, columns));
+    kernel.linear_rows(p, unit * step, std::min((unit + 1) * step, columns));
   });
   return out;
 }
 
 // at::linear of (B, T, E), without its views.
 at::Tensor linear_map(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
+  if (is_large(input, weight)) return large_linear(input, weight, bias);
   if (!input.is_contiguous()) return at::linear(input, weight, bias);
   if (is_small(input, weight, bias)) return few_rows(input, weight, bias);
   if (!bias.has_value()) return at::linear(input, weight, bias);
@@ -89,8 +92,8 @@ at::Tensor linear_map(const at::Tensor& input, const at::Tensor& weight, const O
   return out;
 }
 
-LayerResult multi_head_attention(const LayerArguments& a) {
-  check_layer(a);
+// The projections, with empty buffers where one serves several inputs; the rest of the state is left out.
+LayerState projected(const LayerArguments& a) {
   LayerState s;
   const std::array<at::Tensor*, 3> buffers{&s.q, &s.k, &s.v};
   size_t used = 0;
@@ -99,30 +102,50 @@ LayerResult multi_head_attention(const LayerArguments& a) {
                                   rows_of(a, a.in_proj_bias, product.rows));
   }
   while (used < buffers.size()) *buffers[used++] = at::empty({0}, a.query.options());
+  return s;
+}
 
+AttentionArguments attention_arguments(const LayerArguments& a, const LayerState& s) {
   const int64_t h = a.num_heads, g = a.num_kv_heads;
   const bool all = a.shared_inputs == kSharedAll, separate = a.shared_inputs == kSeparateInputs;
   const at::Tensor& keys = all ? s.q : s.k;
-  AttentionArguments arguments{heads_of(a, s.q, {0, h}),
-                               heads_of(a, keys, {all ? h : 0, g}),
-                               heads_of(a, separate ? s.v : keys,
-                                        {all        ? h + g
-                                         : separate ? 0
-                                                    : g,
-                                         g}),
-                               a.attn_mask,
-                               a.key_padding_mask,
-                               a.dropout_seed,
-                               a.dropout_p,
-                               a.causal,
-                               a.scale};
-  s.context = at::empty({a.query.size(0), a.query.size(1), a.out_proj_weight.size(1)}, a.query.options());
-  s.lse = attention_into(arguments, heads_of(a, s.context, {0, h}));
+  return {heads_of(a, s.q, {0, h}),
+          heads_of(a, keys, {all ? h : 0, g}),
+          heads_of(a, separate ? s.v : keys,
+                   {all        ? h + g
+                    : separate ? 0
+                               : g,
+                    g}),
+          a.attn_mask,
+          a.key_padding_mask,
+          a.dropout_seed,
+          a.dropout_p,
+          a.causal,
+          a.scale};
+}
+
+at::Tensor empty_context(const LayerArguments& a) {
+  return at::empty({a.query.size(0), a.query.size(1), a.out_proj_weight.size(1)}, a.query.options());
+}
+
+LayerResult multi_head_attention(const LayerArguments& a) {
+  check_layer(a);
+  LayerState s = projected(a);
+  s.context = empty_context(a);
+  s.lse = attention_into(attention_arguments(a, s), heads_of(a, s.context, {0, a.num_heads}));
   const at::Tensor out = linear_map(s.context, a.out_proj_weight, to_optional(a.out_proj_bias));
   return {out, s.q, s.k, s.v, s.context, s.lse};
 }
 
 }  // namespace
+
+AttentionResult layer_with_weights(const LayerArguments& a, bool average) {
+  const LayerState s = projected(a);
+  const at::Tensor context = empty_context(a);
+  const at::Tensor weights = std::get<1>(
+      attention_with_weights_into(attention_arguments(a, s), average, heads_of(a, context, {0, a.num_heads})));
+  return {linear_map(context, a.out_proj_weight, to_optional(a.out_proj_bias)), weights};
+}
 
 TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention>));

@@ -1,7 +1,7 @@
 // The list of entry points an instruction set offers, one table for float and one for double compute.
 #pragma once
 
-#include "few_rows.h"
+#include "linear_rows.h"
 #include "params.h"
 
 namespace mha_ext::kernels {
@@ -26,7 +26,7 @@ struct KernelTable {
   size_t (*weights_scratch_bytes)(const WeightsParams&);
 
   // Columns [begin, end) of a linear map of a few rows.
-  void (*few_rows_product)(const FewRowsProduct&, int64_t begin, int64_t end);
+  void (*linear_rows)(const LinearRows&, int64_t begin, int64_t end);
 
   int vector_width;  // lanes; blocks of queries are padded to a multiple of it
 };

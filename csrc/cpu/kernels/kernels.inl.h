@@ -2,9 +2,9 @@
 #pragma once
 
 #include "backward_tile.inl.h"
-#include "few_rows.inl.h"
 #include "forward_tile.inl.h"
 #include "kernel_table.h"
+#include "linear_rows.inl.h"
 #include "weights_tile.inl.h"
 
 namespace mha_ext::kernels {
@@ -21,7 +21,7 @@ constexpr KernelTable kernel_table() {
   table.mask_gradient_scratch_bytes = mask_gradient_scratch_bytes<V>;
   table.weights_block = weights_block<V>;
   table.weights_scratch_bytes = weights_scratch_bytes<V>;
-  table.few_rows_product = few_rows_product<V>;
+  table.linear_rows = linear_rows<V>;
   table.vector_width = V::kWidth;
   return table;
 }

@@ -7,7 +7,7 @@ namespace mha_ext::kernels {
 
 // out[m][n] = bias[n] + sum_k input[m][k] * weight[n][k], everything in the compute type and with unit strides along
 // the last axis; bias may be null.
-struct FewRowsProduct {
+struct LinearRows {
   const void* input = nullptr;
   const void* weight = nullptr;
   const void* bias = nullptr;

@@ -3,7 +3,7 @@
 // two shuffles a sum.
 #pragma once
 
-#include "few_rows.h"
+#include "linear_rows.h"
 #include "simd.inl.h"
 
 namespace mha_ext::kernels {
@@ -26,7 +26,7 @@ MHA_EXT_INLINE typename V::Vec add_lanes(typename V::Vec (&sums)[V::kWidth]) {
 
 // Columns [begin, begin + count) of the result, count <= V::kWidth.
 template <class V>
-MHA_EXT_INLINE void few_rows_block(const FewRowsProduct& p, int64_t begin, int64_t count) {
+MHA_EXT_INLINE void linear_rows_block(const LinearRows& p, int64_t begin, int64_t count) {
   using Scalar = typename V::Scalar;
   const Scalar* weights[V::kWidth];
   for (int i = 0; i < V::kWidth; ++i) {
@@ -56,9 +56,9 @@ MHA_EXT_INLINE void few_rows_block(const FewRowsProduct& p, int64_t begin, int64
 }
 
 template <class V>
-void few_rows_product(const FewRowsProduct& p, int64_t begin, int64_t end) {
+void linear_rows(const LinearRows& p, int64_t begin, int64_t end) {
   for (int64_t column = begin; column < end; column += V::kWidth) {
-    few_rows_block<V>(p, column, min_of(V::kWidth, end - column));
+    linear_rows_block<V>(p, column, min_of(V::kWidth, end - column));
   }
 }
 

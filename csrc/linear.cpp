@@ -1,0 +1,66 @@
+#include "linear.h"
+
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+#include "attention.h"
+#include "autocast.h"
+#include "cpu/products.h"
+#include "differentiation.h"
+
+namespace mha_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor flat_rows(const at::Tensor& tensor) { return tensor.flatten(0, -2); }
+
+class LargeLinear : public torch::autograd::Function<LargeLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
+                            const OptionalTensor& bias) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    context->save_for_backward({input, weight});
+    return cpu::large_linear(input, weight, bias);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &input = saved[0], &weight = saved[1], grad = flat_rows(grads[0]);
+    variable_list result(3);
+    if (context->needs_input_grad(0)) {
+      const at::Tensor rows = at::GradMode::is_enabled() ? at::mm(grad, weight) : cpu::product(grad, weight);
+      result[0] = rows.view_as(input);
+    }
+    if (context->needs_input_grad(1)) result[1] = at::mm(grad.t(), flat_rows(input));
+    if (context->needs_input_grad(2)) result[2] = grad.sum(0);
+    return result;
+  }
+};
+
+bool is_plain(const at::Tensor& t) {
+  return !t.defined() || (t.key_set().has(c10::DispatchKey::CPU) && !t.key_set().has(c10::DispatchKey::Python) &&
+                          !t._fw_grad(/*level=*/0).defined());
+}
+
+}  // namespace
+
+bool runs_on_cpu_alone(at::ArrayRef<at::Tensor> tensors) {
+  return !transform_is_active() && !c10::impl::dispatch_mode_enabled() && !autocast_is_active(tensors.front()) &&
+         std::all_of(tensors.begin(), tensors.end(), is_plain);
+}
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  const std::array<at::Tensor, 3> tensors{input, weight, bias};
+  if (!runs_on_cpu_alone(tensors) || !cpu::is_large(input, weight)) {
+    return at::linear(input, weight, to_optional(bias));
+  }
+  return LargeLinear::apply(input, weight, to_optional(bias));
+}
+
+}  // namespace mha_ext
