@@ -6,6 +6,7 @@
 #include "../layout.h"
 #include "../signatures.h"
 #include "arguments.h"
+#include "few_queries.h"
 #include "forward_into.h"
 #include "parallel.h"
 
@@ -19,7 +20,11 @@ at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out)
   if (lse.numel() == 0) return lse;
 
   const kernels::KernelTable& kernel = kernels_for(type);
-  const kernels::ForwardParams forward{p, mutable_view_of(out), lse.mutable_data_ptr()};
+  kernels::ForwardParams forward{p, mutable_view_of(out), lse.mutable_data_ptr()};
+  if (runs_as_few(p.num_queries, kernel)) {
+    attend_few(forward, kernel, lse.options());
+    return lse;
+  }
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
   const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
                                static_cast<double>(p.head_dim + p.value_dim);

@@ -5,12 +5,21 @@
 
 #include <cstdint>
 
+#include "kernels/kernel_table.h"
+
 namespace mha_ext::cpu {
 
 // Queries of one head in blocks of at most `kernels::kBlockQueries`, or half of that where there are few blocks for the
 // threads, as even as whole vectors allow: 65 queries run as 48 + 17 on 16 lanes, not as 64 + 1. `rows` is batch x
 // heads.
 int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t rows, int64_t threads);
+
+// Whether so few queries run with lanes along the head instead of along the queries.
+bool runs_as_few(int64_t num_queries, const kernels::KernelTable& kernel);
+
+// Keys a range for few queries, forward and backward. It depends on nothing else, so that one head alone gives the same
+// to the bit as among others.
+int64_t few_range_size(int64_t num_keys);
 
 // Keys of one key/value head in backward come in ranges, so that with few heads more threads can work. Each range has
 // its share of dQ, and the shares are added in order, by one thread or by many. Returns keys a range; a multiple of
