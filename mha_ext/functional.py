@@ -140,11 +140,7 @@ def scaled_dot_product_attention(
         and (type(dropout_p) is float and dropout_p == 0.0 and causal_alignment is _ALIGNMENT_NAMES[0])
         and axes.fit(query, key, value)
     ):
-        try:
-            out: Tensor = _attention(query, key, value)[0]
-        except (ValueError, TypeError) as error:
-            errors.pass_on(error, where)
-        return out
+        return _plain_attention(where, query, key, value)
     checks.one_of(where, "causal_alignment", causal_alignment, _ALIGNMENT_NAMES)
     if return_weights is not None and return_weights not in _WEIGHTS:
         raise InvalidValueError(f"{where}: return_weights must be None or one of {_WEIGHTS}, got {return_weights!r}")
@@ -190,6 +186,15 @@ def scaled_dot_product_attention(
         weights = weights.sum(-2) if return_weights == "column_sum" else weights
         results.append(layout.restore(weights, has_heads=not average))
     return tuple(results)
+
+
+def _plain_attention(where: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The operator's output, no option set and so none passed."""
+    try:
+        out: Tensor = _attention(query, key, value)[0]
+    except (ValueError, TypeError) as error:
+        errors.pass_on(error, where)
+    return out
 
 
 def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) -> int:
