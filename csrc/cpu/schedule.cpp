@@ -26,7 +26,7 @@ constexpr int64_t kFewRange = 512;
 
 bool runs_as_few(int64_t num_queries, const kernels::KernelTable& kernel) {
   const int64_t lanes = divide_up(num_queries, kernel.vector_width) * kernel.vector_width;
-  return num_queries <= kMostFew && 16 * num_queries <= kernel.few_sixteenths * lanes;
+  return num_queries >= 1 && num_queries <= kMostFew && 16 * num_queries <= kernel.few_sixteenths * lanes;
 }
 
 int64_t few_range_size(int64_t num_keys) {
