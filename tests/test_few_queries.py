@@ -77,9 +77,10 @@ def test_thread_count_changes_no_bit(capability: str, options: dict[str, object]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_head_alone_gives_the_same_as_among_others(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_head_alone_gives_the_same_as_among_others(dtype: torch.dtype, queries: int) -> None:
     """Heads that run together, and the batch beside them, change no bit, forward or backward."""
-    problem = build(Case(2, 6, 2, 3, 1100, 24, 40, dtype, "bool:B1TS", causal=2))
+    problem = build(Case(2, 6, 2, queries, 1100, 24, 40, dtype, "bool:B1TS", causal=2))
     shared = everything(problem)
     key, value = (x.repeat_interleave(3, 1) for x in (problem.key, problem.value))
     for b in range(2):
