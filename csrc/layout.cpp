@@ -1,7 +1,9 @@
 #include "layout.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <array>
 
 namespace mha_ext {
@@ -32,6 +34,18 @@ Axes inverse(const Axes& order) {
 
 at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width) {
   const Axes order = memory_order(query);
+  if (!query.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !width.is_symbolic()) {
+    // At once, without a view: for one token that is a tenth of the call.
+    Axes sizes{}, strides{};
+    int64_t stride = 1;
+    for (int64_t i = 3; i >= 0; --i) {
+      const int64_t axis = order[i];
+      sizes[axis] = axis == 3 ? width.expect_int() : query.size(axis);
+      strides[axis] = stride;
+      stride *= std::max<int64_t>(sizes[axis], 1);
+    }
+    return at::empty_strided(sizes, strides, query.options());
+  }
   std::array<c10::SymInt, 4> sizes;
   for (int64_t i = 0; i < 4; ++i) sizes[i] = order[i] == 3 ? width : query.sym_size(order[i]);
   return at::empty_symint(sizes, query.options()).permute(inverse(order));

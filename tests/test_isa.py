@@ -24,6 +24,7 @@ GRID = [
     Case(2, 2, 2, 31, 64, 160, 256, layout="columns"),
     Case(1, 3, 3, 33, 65, 17, 80, mask="bool:BHTS", layout="stepped", dropout_p=0.1),
     Case(2, 2, 2, 16, 48, 3, 2, layout="offset", scale=-1.5),
+    Case(2, 4, 2, 3, 530, 24, 40, mask="float32:B1TS", padding="bool", causal=2, dropout_p=0.2),
 ]
 
 

@@ -6,22 +6,28 @@
 #include "../layout.h"
 #include "../signatures.h"
 #include "arguments.h"
+#include "few_queries.h"
 #include "forward_into.h"
 #include "parallel.h"
 
 namespace mha_ext::cpu {
 
 at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out) {
-  BoundArguments bound = bind(args);
-  kernels::AttentionParams& p = bound.params;
+  const BoundArguments bound = bind(args);
   const at::ScalarType type = compute_type(args.query);
+  kernels::ForwardParams forward{bound.params, mutable_view_of(out), nullptr};
+  kernels::AttentionParams& p = forward.attention;
   const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
   if (lse.numel() == 0) return lse;
+  forward.lse = lse.mutable_data_ptr();
 
   const kernels::KernelTable& kernel = kernels_for(type);
+  if (runs_as_few(p.num_queries, kernel)) {
+    attend_few(forward, kernel, lse.options());
+    return lse;
+  }
   p.query_block = query_block_size(p.num_queries, kernel.vector_width,
                                    most_forward_queries(p.num_queries, p.batch * p.heads, thread_count()));
-  const kernels::ForwardParams forward{p, mutable_view_of(out), lse.mutable_data_ptr()};
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
   const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
                                static_cast<double>(p.head_dim + p.value_dim);

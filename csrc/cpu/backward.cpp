@@ -26,8 +26,10 @@ at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& targ
 void input_gradients(BackwardParams& b, const at::Tensor& grad_query, at::ScalarType compute) {
   const AttentionParams& p = b.attention;
   const KernelTable& kernel = kernels_for(compute);
-  b.range_keys = key_range_size(p.heads, p.kv_heads, p.num_keys);
-  const int64_t range = splits_heads(p.batch * p.kv_heads, thread_count()) ? b.range_keys : p.num_keys;
+  const bool few = runs_as_few(p.num_queries, kernel) && b.grad_weights.data == nullptr;
+  b.range_keys = few ? few_range_size(p.num_keys) : key_range_size(p.heads, p.kv_heads, p.num_keys);
+  const bool apart = few || splits_heads(p.batch * p.kv_heads, thread_count());
+  const int64_t range = apart ? b.range_keys : p.num_keys;
   const int64_t ranges = divide_up(p.num_keys, range);
   at::Tensor shares;
   if (ranges > 1 && grad_query.defined()) {
@@ -35,12 +37,14 @@ void input_gradients(BackwardParams& b, const at::Tensor& grad_query, at::Scalar
     b.grad_query_shares = shares.mutable_data_ptr();
   }
   const double work = multiply_adds(p, p.num_queries * (p.heads / p.kv_heads), range);
-  parallel_units(p.batch * p.kv_heads * ranges, work, kernel.backward_scratch_bytes(p, std::min(range, p.num_keys)),
-                 [&](int64_t unit, void* scratch) {
-                   const int64_t row = unit / ranges, begin = unit % ranges * range;
-                   const int64_t end = std::min(begin + range, p.num_keys);
-                   kernel.backward_range(b, {row / p.kv_heads, row % p.kv_heads, begin, end}, scratch);
-                 });
+  const size_t bytes =
+      few ? kernel.backward_few_scratch_bytes(p) : kernel.backward_scratch_bytes(p, std::min(range, p.num_keys));
+  parallel_units(p.batch * p.kv_heads * ranges, work, bytes, [&](int64_t unit, void* scratch) {
+    const int64_t row = unit / ranges, begin = unit % ranges * range;
+    const int64_t end = std::min(begin + range, p.num_keys);
+    const kernels::KeyRange keys{row / p.kv_heads, row % p.kv_heads, begin, end};
+    few ? kernel.backward_few(b, keys, scratch) : kernel.backward_range(b, keys, scratch);
+  });
   if (!shares.defined()) return;
   const at::Tensor sum = shares[0];
   for (int64_t i = 1; i < ranges; ++i) sum.add_(shares[i]);

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "kernels/params.h"
-
 namespace mha_ext::cpu {
 namespace {
 
@@ -24,7 +22,23 @@ constexpr int64_t kKeysForWideBlocks = 1024;
 // One core makes at least some 1e10 multiply-adds a second with vectors.
 constexpr double kMultiplyAddsPerTask = 2e5;
 
+// Beyond, the other kernel is as fast or faster whatever the instruction set (see few_sixteenths).
+constexpr int64_t kMostFew = 12;
+
+// A range is worth a hand-over between threads: one query reads 256 KiB of it at D = 64 in float.
+constexpr int64_t kFewRange = 512;
+
 }  // namespace
+
+bool runs_as_few(int64_t num_queries, const kernels::KernelTable& kernel) {
+  const int64_t lanes = divide_up(num_queries, kernel.vector_width) * kernel.vector_width;
+  return num_queries >= 1 && num_queries <= kMostFew && 16 * num_queries <= kernel.few_sixteenths * lanes;
+}
+
+int64_t few_range_size(int64_t num_keys) {
+  const int64_t ranges = std::max<int64_t>(1, divide_up(num_keys, kFewRange));
+  return std::max<int64_t>(1, divide_up(divide_up(num_keys, ranges), kernels::kBlockKeys)) * kernels::kBlockKeys;
+}
 
 int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads) {
   const bool few = rows * divide_up(num_queries, kernels::kBlockQueries) < kBlocksPerThread * threads;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/kernel_table.h"
+
 namespace mha_ext::cpu {
 
 // Queries of one head in blocks of at most `most`, as even as whole vectors allow: 129 queries run as 80 + 49 on 16
@@ -18,6 +20,13 @@ int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads)
 // `most` where the weights are wanted and a unit is a block of queries of a whole group of heads, whose scratch grows
 // with the keys. `rows` is batch x groups.
 int64_t most_weights_queries(int64_t num_queries, int64_t num_keys, int64_t rows);
+
+// Whether so few queries run with lanes along the head instead of along the queries.
+bool runs_as_few(int64_t num_queries, const kernels::KernelTable& kernel);
+
+// Keys a range for few queries, forward and backward. It depends on nothing else, so that one head alone gives the same
+// to the bit as among others.
+int64_t few_range_size(int64_t num_keys);
 
 // Keys of one key/value head in backward come in ranges, so that with few heads more threads can work. Each range has
 // its share of dQ, and the shares are added in order, by one thread or by many. Returns keys a range; a multiple of

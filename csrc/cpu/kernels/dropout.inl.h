@@ -20,27 +20,41 @@ MHA_EXT_INLINE uint64_t dropout_key(const AttentionParams& p, int64_t batch, int
   return splitmix64(splitmix64(p.seed) ^ static_cast<uint64_t>(batch * p.heads + head));
 }
 
-template <class V>
-struct DropoutRow {  // one key against many queries
+// What a key brings to the hash of its pairs.
+struct DropoutBits {
   uint32_t first, second;
-  DropoutRow(uint64_t key, int64_t key_index) {
+  DropoutBits(uint64_t key, int64_t key_index) {
     const uint64_t bits = splitmix64(key + static_cast<uint64_t>(key_index));
     first = static_cast<uint32_t>(bits);
     second = static_cast<uint32_t>(bits >> 32);
   }
+};
+
+// Lanes set where pairs of a query and a key are kept.
+template <class V>
+MHA_EXT_INLINE typename V::IntVec kept_pairs(typename V::HashVec query, typename V::HashVec first,
+                                             typename V::HashVec second, uint32_t drop_below) {
+  typename V::HashVec x = query ^ first;
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) + second;
+  x = x * 0x846ca68bu;
+  x = x ^ (x >> 16);
+  x = x * 0x9E3779B1u;
+  x = x ^ (x >> 15);
+  return V::lane_mask(reinterpret_cast<typename V::HashVec>(x >= drop_below));
+}
+
+template <class V>
+struct DropoutRow {  // one key against many queries
+  DropoutBits bits;
+  DropoutRow(uint64_t key, int64_t key_index) : bits(key, key_index) {}
 
   // Lanes set where queries query_index ... keep the key.
   MHA_EXT_INLINE typename V::IntVec keep(int64_t query_index, uint32_t drop_below) const {
-    typename V::HashVec x;
-    for (int i = 0; i < V::kWidth; ++i) x[i] = static_cast<uint32_t>(i);
-    x = (x + static_cast<uint32_t>(query_index)) ^ first;
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) + second;
-    x = x * 0x846ca68bu;
-    x = x ^ (x >> 16);
-    x = x * 0x9E3779B1u;
-    x = x ^ (x >> 15);
-    return V::lane_mask(reinterpret_cast<typename V::HashVec>(x >= drop_below));
+    typename V::HashVec query;
+    for (int i = 0; i < V::kWidth; ++i) query[i] = static_cast<uint32_t>(i);
+    return kept_pairs<V>(query + static_cast<uint32_t>(query_index), typename V::HashVec{} + bits.first,
+                         typename V::HashVec{} + bits.second, drop_below);
   }
 };
 

@@ -11,10 +11,25 @@ struct KernelTable {
   void (*forward_block)(const ForwardParams&, const QueryBlock&, void* scratch);
   size_t (*forward_scratch_bytes)(const AttentionParams&);
 
+  // Forward for few queries: rows of a group of heads against a range of their keys. `partial`, where it is set, takes
+  // forward_few_partial_size numbers of the compute type a row as [range][B][H][T_q], else the range is the whole.
+  void (*forward_few)(const ForwardParams&, const GroupRows&, const KeyRange&, void* scratch);
+  void (*merge_few)(const ForwardParams&, const QueryBlock& one_query, int64_t ranges, void* scratch);
+  size_t (*forward_few_scratch_bytes)(const AttentionParams&);
+  int64_t (*forward_few_partial_size)(const AttentionParams&);
+  int64_t few_rows;  // at most so many run together
+  // Measured against the other kernel at D = 40, 64, 128, T_kv = 128 ... 512 (AMD Zen 4): even at 9 of 16 lanes with
+  // AVX-512 in float, at 6 of 8 in double; with AVX2 at 8 of 8 and 12 of 16 in float, 3 of 4 in double; portable at 16.
+  int few_sixteenths;  // queries are few while they fill no more than so many sixteenths of the vectors they would take
+
   // Gradients of one key/value head over one range of its keys, or all of them, from every query of its group of heads:
   // dK and dV complete, dQ complete when all keys are given, else the range's share.
   void (*backward_range)(const BackwardParams&, const KeyRange&, void* scratch);
   size_t (*backward_scratch_bytes)(const AttentionParams&, int64_t range_keys);
+
+  // The same for few queries.
+  void (*backward_few)(const BackwardParams&, const KeyRange&, void* scratch);
+  size_t (*backward_few_scratch_bytes)(const AttentionParams&);
 
   // Adds dS of one block of queries against keys [key_begin, key_end) to the gradient of a mask.
   void (*mask_gradient_block)(const BackwardParams&, const QueryBlock&, int64_t key_begin, int64_t key_end,

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "backward_tile.inl.h"
+#include "few_backward.inl.h"
+#include "few_queries.inl.h"
 #include "forward_tile.inl.h"
 #include "kernel_table.h"
 #include "linear_rows.inl.h"
@@ -15,6 +17,14 @@ constexpr KernelTable kernel_table() {
   KernelTable table{};
   table.forward_block = forward_block<V>;
   table.forward_scratch_bytes = forward_scratch_bytes<V>;
+  table.forward_few = forward_few<V>;
+  table.merge_few = merge_few<V>;
+  table.forward_few_scratch_bytes = forward_few_scratch_bytes<V>;
+  table.forward_few_partial_size = few_partial_size<V>;
+  table.few_rows = kFewRows;
+  table.few_sixteenths = V::kFewSixteenths;
+  table.backward_few = backward_few<V>;
+  table.backward_few_scratch_bytes = backward_few_scratch_bytes<V>;
   table.backward_range = backward_range<V>;
   table.backward_scratch_bytes = backward_scratch_bytes<V>;
   table.mask_gradient_block = mask_gradient_block<V>;

@@ -63,6 +63,9 @@ struct ForwardParams {
   AttentionParams attention;
   MutableTensorView out;
   void* lse = nullptr;
+  // Few queries: what ranges of `range_keys` keys leave until they are merged; null when there is one range.
+  void* partial = nullptr;
+  int64_t range_keys = 0;
 };
 
 // Gradients whose data pointer is null are not written. `grad_out.data` and `grad_lse` may be null (zero).
@@ -101,6 +104,11 @@ struct MaskGradientView {
 
 struct QueryBlock {
   int64_t batch, head, begin, count;  // count <= kBlockQueries
+};
+
+// Rows of a group of heads that share a key/value head: row = head in the group * num_queries + query.
+struct GroupRows {
+  int64_t begin, count;
 };
 
 struct KeyRange {

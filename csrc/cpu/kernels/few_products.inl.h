@@ -1,0 +1,83 @@
+// The two products of few queries over a tile, for the rows that see some of its keys.
+#pragma once
+
+#include "few_masks.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+// What rows at[0 .. kOwn) of `own` give with some keys, from `products` on.
+template <class V, int kOwn>
+__attribute__((noinline)) void multiply_some(const typename V::Scalar* own, const RowVectors<V>& columns,
+                                             const OtherRows<V>& others, const int64_t* at,
+                                             typename V::Scalar* products) {
+  FewPointers<V> rows;
+  typename V::Scalar* results[kFewTogether];
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) {
+    rows[j] = own + at[j] * columns.padded();
+    results[j] = products + at[j] * kFewKeys;
+  }
+  dot_products<V, kOwn>(rows, others, columns, results);
+}
+
+// products[r][k] = own[r] . others[k]: keys outside, rows inside, so that the keys come from the nearest cache for all
+// rows.
+template <class V>
+void multiply_few(const typename V::Scalar* own, const RowVectors<V>& columns, const Rows<typename V::Scalar>& others,
+                  int64_t count, typename V::Scalar* products, const FewMask<V>& mask) {
+  const int64_t* end = mask.active + mask.active_rows;
+  for (int64_t k = 0; k < count; k += few_keys_together<V>()) {
+    const OtherRows<V> some(others, k, count);
+    const int64_t* at = mask.active;
+    for (; end - at >= 3 && end - at != 4; at += 3) multiply_some<V, 3>(own, columns, some, at, products + k);
+    for (; end - at >= 2; at += 2) multiply_some<V, 2>(own, columns, some, at, products + k);
+    if (at < end) multiply_some<V, 1>(own, columns, some, at, products + k);
+  }
+}
+
+// weights[r][k] and rows [k]; `look`: hidden pairs are left out, not taken as 0.
+template <class V>
+struct FewWeighted {
+  const typename V::Scalar* weights;
+  Rows<typename V::Scalar> rows;
+  int64_t count;
+  bool look;
+};
+
+template <class V, int kOwn, bool kLook>
+__attribute__((noinline)) void add_some_products(const FewWeighted<V>& w, const RowVectors<V>& columns, int64_t key,
+                                                 const int64_t* at, typename V::Scalar* sums,
+                                                 const typename V::Scalar* addend) {
+  FewPointers<V> weights;
+  typename V::Scalar* sum[kFewTogether];
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) {
+    weights[j] = w.weights + at[j] * kFewKeys + key;
+    sum[j] = sums + at[j] * columns.padded();
+  }
+  add_weighted<V, Sums::SideBySide, kOwn, kLook>(
+      {{w.rows.data + key * w.rows.ld, w.rows.ld}, min_of(kFewStep, w.count - key), kLook ? addend + key : nullptr, 1},
+      weights, columns, sum);
+}
+
+// sums[r] += sum_k weights[r][k] rows[k], a few keys at a time, which stay in the nearest cache for all rows.
+template <class V>
+void add_few_products(const FewWeighted<V>& w, const RowVectors<V>& columns, typename V::Scalar* sums,
+                      const FewMask<V>& mask) {
+  const int64_t* end = mask.active + mask.active_rows;
+  for (int64_t k = 0; k < w.count; k += kFewStep) {
+    const int64_t* at = mask.active;
+    for (; w.look && at < end; ++at) {
+      const auto* addend = mask.rows[*at].addend;
+      addend != nullptr ? add_some_products<V, 1, true>(w, columns, k, at, sums, addend)
+                        : add_some_products<V, 1, false>(w, columns, k, at, sums, nullptr);
+    }
+    for (; end - at >= 3 && end - at != 4; at += 3) add_some_products<V, 3, false>(w, columns, k, at, sums, nullptr);
+    for (; end - at >= 2; at += 2) add_some_products<V, 2, false>(w, columns, k, at, sums, nullptr);
+    if (at < end) add_some_products<V, 1, false>(w, columns, k, at, sums, nullptr);
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels

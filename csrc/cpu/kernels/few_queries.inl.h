@@ -1,0 +1,221 @@
+// Forward for few queries, where most lanes would stay empty if queries were the lanes: here lanes run along the head.
+//   S[r][k] = (scale Q)[r] . K[k] plus mask       products of a vector of keys, turned into one vector of sums
+//   P[r][k] = exp(S - m), m and l the running maximum and sum of each row
+//   O[r][:] = rescale[r] O[r][:] + sum_k P[r][k] V[k][:]
+// A row is one query of one head. Rows of all heads that share a key/value head run together, so that K and V are read
+// once, as they lie. A row's numbers do not depend on what rows run beside it.
+// Long keys are cut into ranges, each leaving (O, m, l); they are merged in order by their log-sum-exps (the split over
+// keys is that of Dao et al.'s Flash-Decoding, 2023).
+#pragma once
+
+#include "few_products.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+template <class V>
+struct FewScratch {
+  using Scalar = typename V::Scalar;
+  RowVectors<V> head, value;  // of a row of Q and K, of V and O
+  Scalar *queries, *keys, *values, *scores;
+  Scalar *maximum, *sum, *accumulator, *out_row;  // sum: [rows][lanes]
+  FewMask<V> mask;
+
+  FewScratch(Arena& arena, const AttentionParams& p, int64_t rows) : head(p.head_dim), value(p.value_dim) {
+    queries = arena.take<Scalar>(rows * head.padded());
+    keys = arena.take<Scalar>(kFewKeys * head.padded());
+    values = arena.take<Scalar>(kFewKeys * value.padded());
+    scores = arena.take<Scalar>(rows * kFewKeys);
+    maximum = arena.take<Scalar>(rows);
+    sum = arena.take<Scalar>(rows * V::kWidth);
+    accumulator = arena.take<Scalar>(rows * max_of(head.padded(), value.padded()));
+    out_row = arena.take<Scalar>(max_of(head.padded(), value.padded()));
+    mask.take(arena, rows);
+  }
+};
+
+template <class V>
+void start_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, FewScratch<V>& s) {
+  using Scalar = typename V::Scalar;
+  const Scalar scale = static_cast<Scalar>(p.scale);
+  for (RowCursor row(p, range, rows); row.index < rows.count; row.next()) {
+    read_rows<V>(p.query, {range.batch, row.head, row.query, 1}, 1, p.head_dim, scale,
+                 s.queries + row.index * s.head.padded(), s.head.padded());
+    s.maximum[row.index] = -V::kInfinity;
+  }
+  __builtin_memset(s.sum, 0, static_cast<size_t>(rows.count * V::kWidth) * sizeof(Scalar));
+  __builtin_memset(s.accumulator, 0, static_cast<size_t>(rows.count * s.value.padded()) * sizeof(Scalar));
+}
+
+// One row of a tile: S -> P, running maximum and sum, the accumulator rescaled.
+template <class V>
+__attribute__((noinline)) void few_softmax(int64_t r, int64_t keys, const typename V::Scalar* addend,
+                                           FewScratch<V>& s) {
+  using Vec = typename V::Vec;
+  using Scalar = typename V::Scalar;
+  Scalar* scores = s.scores + r * kFewKeys;
+  const int64_t padded = round_up(keys, V::kWidth);
+  if (addend != nullptr) add_few_addends<V>(scores, addend, padded);
+  for (int64_t k = keys; k < padded; ++k) scores[k] = -V::kInfinity;
+  Vec highest = V::load(scores);
+  for (int64_t k = V::kWidth; k < padded; k += V::kWidth) highest = V::max(highest, V::load(scores + k));
+#pragma GCC unroll 4
+  for (int lanes = 1; lanes < V::kWidth; lanes *= 2) {
+    highest = V::max(V::interleave_low(highest, highest), V::interleave_high(highest, highest));
+  }
+  const Scalar before = s.maximum[r];
+  const Scalar maximum = highest[0] > before ? highest[0] : before;
+  const Vec reference = finite_reference<V>(V::broadcast(maximum));
+  Vec sum = V::zero();
+  for (int64_t k = 0; k < padded; k += V::kWidth) {
+    const Vec p = exp_of<V>(V::load(scores + k) - reference);
+    V::store(scores + k, p);
+    sum += p;
+  }
+  if (maximum > before) {
+    const Vec rescale = exp_of<V>(before - reference);
+    V::store(s.sum + r * V::kWidth, V::load(s.sum + r * V::kWidth) * rescale);
+    for (int64_t c = 0; c < s.value.padded(); c += V::kWidth) {
+      Scalar* x = s.accumulator + r * s.value.padded() + c;
+      V::store(x, V::load(x) * rescale);
+    }
+    s.maximum[r] = maximum;
+  }
+  V::store(s.sum + r * V::kWidth, V::load(s.sum + r * V::kWidth) + sum);
+}
+
+template <class V>
+typename V::Scalar few_sum(const FewScratch<V>& s, int64_t r) {
+  typename V::Scalar sum = 0;
+  for (int i = 0; i < V::kWidth; ++i) sum += s.sum[r * V::kWidth + i];
+  return sum;
+}
+
+// P of a tile; false when no row sees any of its keys.
+template <class V>
+bool weigh_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, const QueryBlock& tile,
+               FewScratch<V>& s) {
+  if (!resolve_few_masks<V>(p, range, rows, tile, s.mask)) return false;
+  const auto keys = few_rows<V>(p.key, tile, p.head_dim, rows.count > 1, s.keys);
+  multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask);
+  for (int64_t i = 0; i < s.mask.active_rows; ++i) {
+    const int64_t r = s.mask.active[i];
+    few_softmax<V>(r, tile.count, s.mask.rows[r].addend, s);
+  }
+  return true;
+}
+
+template <class V>
+void forward_few_tile(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, const QueryBlock& tile,
+                      FewScratch<V>& s) {
+  if (!weigh_few<V>(p, range, rows, tile, s)) return;
+  for (RowCursor row(p, range, rows); p.dropout && row.index < rows.count; row.next()) {
+    if (s.mask.rows[row.index].kind != FewKind::Skip) {
+      drop_few<V>(p, range.batch, row, tile, s.scores + row.index * kFewKeys, s.mask);
+    }
+  }
+  const auto values = few_rows<V>(p.value, tile, p.value_dim, rows.count > 1, s.values);
+  const bool look = s.mask.hides_pairs && few_nonfinite<V>(values, tile.count, s.value);
+  add_few_products<V>({s.scores, values, tile.count, look}, s.value, s.accumulator, s.mask);
+}
+
+// out and lse of one row from O, m and l; a row that saw no key has l = 0: out 0, lse -inf.
+template <class V>
+void finish_few(const ForwardParams& f, const QueryBlock& row, const typename V::Scalar* accumulator,
+                typename V::Scalar maximum, typename V::Scalar sum, typename V::Scalar* out_row) {
+  using Scalar = typename V::Scalar;
+  const AttentionParams& p = f.attention;
+  const RowVectors<V> value(p.value_dim);
+  Scalar* lse = static_cast<Scalar*>(f.lse) + (row.batch * p.heads + row.head) * p.num_queries + row.begin;
+  *lse = sum == 0 ? -V::kInfinity : maximum + static_cast<Scalar>(__builtin_log(sum));
+  const Scalar keep_scale = p.dropout ? static_cast<Scalar>(p.keep_scale) : Scalar(1);
+  const Scalar factor = sum == 0 ? Scalar(0) : keep_scale / sum;
+  for (int64_t slot = 0; slot < value.slots(); ++slot) {
+    V::store(out_row + value.offset(slot), V::load(accumulator + slot * V::kWidth) * factor);
+  }
+  write_rows(f.out, row, p.value_dim, out_row, value.padded());
+}
+
+// One row of one range as it is kept until the ranges are merged: O, m, l.
+template <class V>
+int64_t few_partial_size(const AttentionParams& p) {
+  return RowVectors<V>(p.value_dim).padded() + V::kWidth;
+}
+
+template <class V>
+typename V::Scalar* few_partial(const ForwardParams& f, const QueryBlock& row, int64_t split) {
+  const AttentionParams& p = f.attention;
+  const int64_t index = ((split * p.batch + row.batch) * p.heads + row.head) * p.num_queries + row.begin;
+  return static_cast<typename V::Scalar*>(f.partial) + index * few_partial_size<V>(p);
+}
+
+template <class V>
+void leave_few(const ForwardParams& f, const KeyRange& range, const GroupRows& rows, FewScratch<V>& s) {
+  using Scalar = typename V::Scalar;
+  const int64_t width = s.value.padded();
+  for (RowCursor row(f.attention, range, rows); row.index < rows.count; row.next()) {
+    const QueryBlock one{range.batch, row.head, row.query, 1};
+    const Scalar* accumulator = s.accumulator + row.index * width;
+    const Scalar sum = few_sum<V>(s, row.index);
+    if (f.partial == nullptr) {
+      finish_few<V>(f, one, accumulator, s.maximum[row.index], sum, s.out_row);
+      continue;
+    }
+    Scalar* partial = few_partial<V>(f, one, range.begin / f.range_keys);
+    __builtin_memcpy(partial, accumulator, static_cast<size_t>(width) * sizeof(Scalar));
+    partial[width] = s.maximum[row.index];
+    partial[width + 1] = sum;
+  }
+}
+
+template <class V>
+int64_t few_rows_together(const AttentionParams& p) {
+  return min_of(p.heads / p.kv_heads * p.num_queries, kFewRows);
+}
+
+template <class V>
+void forward_few(const ForwardParams& f, const GroupRows& rows, const KeyRange& range, void* scratch) {
+  const AttentionParams& p = f.attention;
+  Arena arena(scratch);
+  FewScratch<V> s(arena, p, few_rows_together<V>(p));
+  start_few<V>(p, range, rows, s);
+  for (int64_t begin = range.begin; begin < range.end; begin += kFewKeys) {
+    forward_few_tile<V>(p, range, rows, {range.batch, range.kv_head, begin, min_of(kFewKeys, range.end - begin)}, s);
+  }
+  leave_few<V>(f, range, rows, s);
+}
+
+template <class V>
+size_t forward_few_scratch_bytes(const AttentionParams& p) {
+  Arena arena(nullptr);
+  const FewScratch<V> counted(arena, p, few_rows_together<V>(p));
+  return arena.used();
+}
+
+// One query from its ranges. A range without a visible key has m = -inf and takes no part.
+template <class V>
+void merge_few(const ForwardParams& f, const QueryBlock& row, int64_t ranges, void* scratch) {
+  using Vec = typename V::Vec;
+  using Scalar = typename V::Scalar;
+  const int64_t width = RowVectors<V>(f.attention.value_dim).padded();
+  Scalar* accumulator = static_cast<Scalar*>(scratch);
+  Scalar maximum = -V::kInfinity, sum = 0;
+  for (int64_t split = 0; split < ranges; ++split) {
+    const Scalar m = few_partial<V>(f, row, split)[width];
+    maximum = m > maximum ? m : maximum;
+  }
+  __builtin_memset(accumulator, 0, static_cast<size_t>(width) * sizeof(Scalar));
+  const Vec reference = finite_reference<V>(V::broadcast(maximum));
+  for (int64_t split = 0; split < ranges; ++split) {
+    const Scalar* partial = few_partial<V>(f, row, split);
+    const Vec factor = exp_of<V>(partial[width] - reference);
+    sum += factor[0] * partial[width + 1];
+    for (int64_t c = 0; c < width; c += V::kWidth) {
+      V::store(accumulator + c, V::load(accumulator + c) + V::load(partial + c) * factor);
+    }
+  }
+  finish_few<V>(f, row, accumulator, maximum, sum, accumulator + width);
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels

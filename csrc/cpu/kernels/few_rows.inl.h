@@ -1,0 +1,251 @@
+// Rows along the lanes, for few queries: products of one row with many, and sums of rows with weights.
+#pragma once
+
+#include "scores.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+constexpr int64_t kFewKeys = 128;  // keys a tile
+constexpr int64_t kFewRows = 64;   // rows that run together at most
+constexpr int64_t kFewStep = 32;   // keys that are added up at a time
+
+// How vectors cover a row: side by side, and one more up to the row's end where it is no whole number of vectors. That
+// one overlaps its neighbour, so that nothing behind the row is read. Rows shorter than a vector are padded copies.
+template <class V>
+struct RowVectors {
+  int64_t whole, tail;       // vectors side by side; where one more begins, 0 when there is none
+  typename V::IntVec fresh;  // lanes of that one which no other vector holds
+
+  explicit RowVectors(int64_t width) {
+    const int64_t rest = width < V::kWidth ? 0 : width % V::kWidth;
+    whole = width < V::kWidth ? 1 : width / V::kWidth;
+    tail = rest == 0 ? 0 : width - V::kWidth;
+    for (int i = 0; i < V::kWidth; ++i) fresh[i] = i >= V::kWidth - rest ? -1 : 0;
+  }
+  int64_t slots() const { return whole + (tail != 0); }
+  int64_t offset(int64_t slot) const { return slot < whole ? slot * V::kWidth : tail; }
+  int64_t padded() const { return slots() * V::kWidth; }
+};
+
+// Rows of K or V, in place wherever vectors can read them. Rows far apart are copied when they are read again (see
+// key_rows).
+template <class V>
+Rows<typename V::Scalar> few_rows(const TensorView& t, const QueryBlock& rows, int64_t cols, bool again,
+                                  typename V::Scalar* scratch) {
+  using Scalar = typename V::Scalar;
+  constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
+  const bool near = t.stride_t >= 0 && t.stride_t <= 2 * cols;
+  if (t.type == own && t.stride_d == 1 && cols >= V::kWidth && (near || !again)) {
+    return {
+        static_cast<const Scalar*>(t.data) + rows.batch * t.stride_b + rows.head * t.stride_h + rows.begin * t.stride_t,
+        t.stride_t};
+  }
+  const int64_t ld = round_up(cols, V::kWidth);
+  read_rows<V>(t, rows, rows.count, cols, Scalar(1), scratch, ld);
+  return {scratch, ld};
+}
+
+// Rows of our own that run together share each vector of K or V that is read.
+constexpr int kFewTogether = 3;
+
+template <class V>
+using FewPointers = const typename V::Scalar* [kFewTogether];
+
+// Keys whose products with a row are formed at a time: whole vectors of results.
+template <class V>
+constexpr int few_keys_together() {
+  return V::kWidth < 8 ? 8 : V::kWidth;
+}
+
+// Where so many rows begin; those from `count` on are the last one again.
+template <class V>
+struct OtherRows {
+  const typename V::Scalar* row[few_keys_together<V>()];
+  OtherRows(const Rows<typename V::Scalar>& rows, int64_t first, int64_t count) {
+    for (int i = 0; i < few_keys_together<V>(); ++i) row[i] = rows.data + min_of(first + i, count - 1) * rows.ld;
+  }
+};
+
+// sums[0 .. kCount) -> their lanes added up: kCount results side by side, V::kWidth / kCount times as partial sums. The
+// rounds are those of `transpose`, added instead of kept.
+template <class V, int kCount>
+MHA_EXT_INLINE typename V::Vec add_lanes(const typename V::Vec* sums) {
+  if constexpr (kCount == 1) {
+    return sums[0];
+  } else {
+    typename V::Vec halves[kCount / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount / 2; ++i) {
+      halves[i] = V::interleave_low(sums[i], sums[i + kCount / 2]) + V::interleave_high(sums[i], sums[i + kCount / 2]);
+    }
+    return add_lanes<V, kCount / 2>(halves);
+  }
+}
+
+// Products of kOwn rows with kRows others, every kStep-th from kFirst on: vectors of kRows partial sums a row, or whole
+// results where a vector is no longer than kRows.
+template <class V, int kOwn, int kRows, int kFirst, int kStep>
+MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V>& others, const RowVectors<V>& columns,
+                                  typename V::Vec* results) {
+  using Vec = typename V::Vec;
+  Vec sum[kOwn][kRows];
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) sum[j][i] = V::zero();
+  }
+  const int64_t end = columns.whole * V::kWidth;
+  int64_t c = 0;
+  do {
+    Vec x[kOwn];
+#pragma GCC unroll 4
+    for (int j = 0; j < kOwn; ++j) x[j] = V::load(own[j] + c);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec y = V::load(others.row[kFirst + kStep * i] + c);
+#pragma GCC unroll 4
+      for (int j = 0; j < kOwn; ++j) sum[j][i] += x[j] * y;
+    }
+    c += V::kWidth;
+  } while (c < end);
+  if (columns.tail != 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec y = V::select(columns.fresh, V::load(others.row[kFirst + kStep * i] + columns.tail), V::zero());
+#pragma GCC unroll 4
+      for (int j = 0; j < kOwn; ++j) {
+        sum[j][i] += V::select(columns.fresh, V::load(own[j] + columns.tail), V::zero()) * y;
+      }
+    }
+  }
+  constexpr int kTogether = kRows < V::kWidth ? kRows : V::kWidth;
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows / kTogether; ++i) {
+      results[j * (kRows / kTogether) + i] = add_lanes<V, kTogether>(&sum[j][i * kTogether]);
+    }
+  }
+}
+
+// products[j][k] = own[j] . others.row[k].
+template <class V, int kOwn>
+MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V>& others, const RowVectors<V>& columns,
+                                 typename V::Scalar* const* products) {
+  constexpr int W = V::kWidth;
+  constexpr int kRows = kOwn == 1 ? 8 : V::kGemmRows;  // sums in flight that hide an addition's latency, in registers
+  if constexpr (kRows < W) {
+    static_assert(kRows * 2 == W, "two halves");
+    typename V::Vec even[kOwn], odd[kOwn];
+    multiply_rows<V, kOwn, kRows, 0, 2>(own, others, columns, even);
+    multiply_rows<V, kOwn, kRows, 1, 2>(own, others, columns, odd);
+#pragma GCC unroll 4
+    for (int j = 0; j < kOwn; ++j) {
+      V::store(products[j], V::interleave_low(even[j], odd[j]) + V::interleave_high(even[j], odd[j]));
+    }
+  } else {
+    constexpr int kVectors = kRows / W;
+    typename V::Vec results[kOwn * kVectors];
+    multiply_rows<V, kOwn, kRows, 0, 1>(own, others, columns, results);
+#pragma GCC unroll 4
+    for (int j = 0; j < kOwn * kVectors; ++j) V::store(products[j / kVectors] + j % kVectors * W, results[j]);
+    if constexpr (kRows < few_keys_together<V>()) {
+      static_assert(kRows * 2 == few_keys_together<V>(), "two halves");
+      multiply_rows<V, kOwn, kRows, kRows, 1>(own, others, columns, results);
+#pragma GCC unroll 4
+      for (int j = 0; j < kOwn * kVectors; ++j) V::store(products[j / kVectors] + kRows + j % kVectors * W, results[j]);
+    }
+  }
+}
+
+// Rows, and where weights of sums over them lie, `step` apart. With `addend` set, which lies as a weight does, rows
+// whose addend is minus infinity are left out.
+template <class V>
+struct WeightedRows {
+  Rows<typename V::Scalar> rows;
+  int64_t count;
+  const typename V::Scalar* addend;
+  int64_t step;
+};
+
+// Sums may begin afresh, and lie as rows do then; else they are added to, their vectors side by side.
+enum class Sums { Fresh, SideBySide };
+
+template <class V, int kOwn, int kVectors, bool kLook>
+MHA_EXT_INLINE void add_one_row(const WeightedRows<V>& w, const FewPointers<V>& weights,
+                                const typename V::Scalar* const* row, int64_t k,
+                                typename V::Vec (&sum)[kOwn][kVectors]) {
+  if (kLook && w.addend[k * w.step] == -V::kInfinity) return;
+  typename V::Vec weight[kOwn];
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) weight[j] = V::broadcast(weights[j][k * w.step]);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const typename V::Vec x = V::load(row[v] + k * w.rows.ld);
+#pragma GCC unroll 4
+    for (int j = 0; j < kOwn; ++j) sum[j][v] += weight[j] * x;
+  }
+}
+
+// Even and odd rows are added up apart: twice the sums in flight.
+template <class V, Sums kSums, int kOwn, int kVectors, bool kLook>
+MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V>& w, const FewPointers<V>& weights,
+                                       const RowVectors<V>& columns, int64_t slot, typename V::Scalar* const* sums) {
+  typename V::Vec even[kOwn][kVectors], odd[kOwn][kVectors];
+  const typename V::Scalar* row[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) row[v] = w.rows.data + columns.offset(slot + v);
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      even[j][v] = kSums == Sums::Fresh ? V::zero() : V::load(sums[j] + (slot + v) * V::kWidth);
+      odd[j][v] = V::zero();
+    }
+  }
+  int64_t k = 0;
+  for (; k + 2 <= w.count; k += 2) {
+    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, even);
+    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k + 1, odd);
+  }
+  if (k < w.count) add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, even);
+#pragma GCC unroll 4
+  for (int j = 0; j < kOwn; ++j) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = kSums == Sums::Fresh ? columns.offset(slot + v) : (slot + v) * V::kWidth;
+      V::store(sums[j] + at, even[j][v] + odd[j][v]);
+    }
+  }
+}
+
+// sums[j] (+)= weights[j][k] row[k] over k.
+template <class V, Sums kSums, int kOwn, bool kLook>
+MHA_EXT_INLINE void add_weighted(const WeightedRows<V>& w, const FewPointers<V>& weights, const RowVectors<V>& columns,
+                                 typename V::Scalar* const* sums) {
+  constexpr int kVectors = kOwn == 1 || V::kGemmRows == 8 ? 4 : 2;
+  int64_t slot = 0;
+  for (; slot + kVectors <= columns.slots(); slot += kVectors) {
+    add_weighted_slots<V, kSums, kOwn, kVectors, kLook>(w, weights, columns, slot, sums);
+  }
+  for (; slot + 2 <= columns.slots(); slot += 2) {
+    add_weighted_slots<V, kSums, kOwn, 2, kLook>(w, weights, columns, slot, sums);
+  }
+  if (slot < columns.slots()) add_weighted_slots<V, kSums, kOwn, 1, kLook>(w, weights, columns, slot, sums);
+}
+
+// Whether rows hold an infinity or NaN (any_nonfinite, in place).
+template <class V>
+bool few_nonfinite(Rows<typename V::Scalar> rows, int64_t count, const RowVectors<V>& columns) {
+  typename V::Vec sum = V::zero();
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t slot = 0; slot < columns.slots(); ++slot) {
+      sum += V::load(rows.data + r * rows.ld + columns.offset(slot)) * typename V::Scalar(0);
+    }
+  }
+  return V::any(sum != sum);
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels
