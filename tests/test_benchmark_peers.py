@@ -112,12 +112,12 @@ def test_eager_code_is_not_taken_for_compiled_nor_fused_attention_for_unfused() 
     assert check_compiled(CORE, compiled, fused=True) is compiled
 
 
-def test_every_case_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_is_compiled() -> None:
     """PyTorch gives a function up after some versions of it; one more case is to be compiled all the same."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     for length in (2, 3):
         case = replace(LAYER, task="forward", length=length)
-        find_peer("layer", "compiled linear+sdpa+linear").build(case, make_inputs(case))
+        with torch._dynamo.config.patch(recompile_limit=1):
+            find_peer("layer", "compiled linear+sdpa+linear").build(case, make_inputs(case))
 
 
 def test_layers_agree_on_the_weights_and_who_has_none_says_so() -> None:

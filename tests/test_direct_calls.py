@@ -91,15 +91,16 @@ def test_direct_calls_give_the_operators_results(kind: str, is_causal: bool) -> 
     with torch.no_grad():
         results = _ops.layer_with_weights_directly(*given_arguments, False)
     assert out is not None and results is not None
-    assert torch.equal(out, want) and torch.equal(results[0], want)
+    assert torch.equal(out, want)
     assert torch.equal(attention(*given, need_weights=False, is_causal=is_causal)[0], want)
-    weights = []
+    peers = []
     for dtype in (torch.float32, torch.float64):  # by PyTorch's layer, which wants the causal mask
         peer = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=dtype)
         peer.load_state_dict(attention.state_dict())
         hidden = torch.ones(3, given[1].shape[1], dtype=torch.bool).triu(1) if is_causal else None
-        weights.append(peer(*[x.to(dtype) for x in given], attn_mask=hidden, average_attn_weights=False)[1])
-    assert_within(results[1], weights[1], peer_limit(*weights, torch.float32), "weights")
+        peers.append(peer(*[x.to(dtype) for x in given], attn_mask=hidden, average_attn_weights=False))
+    for name, found, rounded, exact in zip(("output", "weights"), results, *peers, strict=True):
+        assert_within(found, exact, peer_limit(rounded, exact, torch.float32), name)
     grads = [torch.autograd.grad(result.sum(), attention.in_proj_weight)[0] for result in (out, want)]
     assert torch.equal(*grads)
 
