@@ -112,7 +112,7 @@ def test_dropout_is_the_kernels_own() -> None:
     out, weights = mha_ext.functional.scaled_dot_product_attention(
         query, key, value, **options, return_weights="per_head"
     )
-    assert torch.equal(got[0], out)
+    assert_within(got[0], out.detach(), double_limit(out.detach(), 13))
     full = torch.softmax(query @ key.mT / 8**0.5, -1)
     kept = weights != 0
     assert 0.65 < kept.double().mean() < 0.85  # 936 draws at 0.75: 7 standard deviations
