@@ -12,6 +12,34 @@
 
 namespace mha_ext::cpu {
 
+namespace {
+
+// Blocks of queries; those that would fill little of a last vector run with the kernel for few.
+void attend_in_blocks(kernels::ForwardParams& forward, const kernels::KernelTable& kernel) {
+  kernels::AttentionParams& p = forward.attention;
+  const int64_t rest = p.num_queries % kernel.vector_width;
+  const int64_t few = p.num_queries > rest && runs_as_few(rest, kernel) ? rest : 0, queries = p.num_queries - few;
+  const int64_t rows = p.batch * p.heads, group = p.heads / p.kv_heads;
+  p.query_block = query_block_size(queries, kernel.vector_width, most_forward_queries(queries, rows, thread_count()));
+  const int64_t blocks = divide_up(queries, p.query_block);
+  const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
+                               static_cast<double>(p.head_dim + p.value_dim);
+  const size_t scratch_bytes =
+      std::max(kernel.forward_scratch_bytes(p), few > 0 ? kernel.forward_few_scratch_bytes(p) : size_t{0});
+  parallel_units(rows * blocks, multiply_adds, scratch_bytes, [&](int64_t unit, void* scratch) {
+    const int64_t batch = unit / blocks / p.heads, head = unit / blocks % p.heads;
+    // Last block first: under a causal mask it is the longest.
+    const int64_t block = blocks - 1 - unit % blocks, begin = block * p.query_block;
+    kernel.forward_block(forward, {batch, head, begin, std::min(p.query_block, queries - begin)}, scratch);
+    if (few > 0 && block == blocks - 1) {
+      kernel.forward_few(forward, {head % group * p.num_queries + queries, few}, {batch, head / group, 0, p.num_keys},
+                         scratch);
+    }
+  });
+}
+
+}  // namespace
+
 at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out) {
   const BoundArguments bound = bind(args);
   const at::ScalarType type = compute_type(args.query);
@@ -26,19 +54,7 @@ at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out)
     attend_few(forward, kernel, lse.options());
     return lse;
   }
-  p.query_block = query_block_size(p.num_queries, kernel.vector_width,
-                                   most_forward_queries(p.num_queries, p.batch * p.heads, thread_count()));
-  const int64_t blocks = divide_up(p.num_queries, p.query_block);
-  const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
-                               static_cast<double>(p.head_dim + p.value_dim);
-  parallel_units(p.batch * p.heads * blocks, multiply_adds, kernel.forward_scratch_bytes(p),
-                 [&](int64_t unit, void* scratch) {
-                   const int64_t row = unit / blocks;
-                   // Last block first: under a causal mask it is the longest.
-                   const int64_t begin = (blocks - 1 - unit % blocks) * p.query_block;
-                   const int64_t count = std::min(p.query_block, p.num_queries - begin);
-                   kernel.forward_block(forward, {row / p.heads, row % p.heads, begin, count}, scratch);
-                 });
+  attend_in_blocks(forward, kernel);
   return lse;
 }
 

@@ -79,23 +79,28 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
   } while (k < g.depth);
 }
 
-template <class V, Lhs kLhs, Start kStart, int kCols>
+// Rows [0, rows) of kCols vectors of columns, kRows at a time and the last ones by halves.
+template <class V, Lhs kLhs, Start kStart, int kRows, int kCols>
 __attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
-  for (int64_t row = 0; row < rows; row += V::kGemmRows) {
-    gemm_block<V, kLhs, kStart, V::kGemmRows, kCols>(g, row, col);
+  int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows) gemm_block<V, kLhs, kStart, kRows, kCols>(g, row, col);
+  if constexpr (kRows > 4) {
+    if (row + 4 <= rows) gemm_block<V, kLhs, kStart, 4, kCols>(g, row, col), row += 4;
+  }
+  if constexpr (kLhs == Lhs::ByRow) {
+    if (row + 2 <= rows) gemm_block<V, kLhs, kStart, 2, kCols>(g, row, col), row += 2;
+    if (row < rows) gemm_block<V, kLhs, kStart, 1, kCols>(g, row, col);
   }
 }
 
 // One vector of columns. Eight rows at a time, on every instruction set: fewer sums would wait for one another.
 template <class V, Lhs kLhs, Start kStart>
-__attribute__((noinline)) void gemm_column(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
-  int64_t row = 0;
-  for (; row + 8 <= rows; row += 8) gemm_block<V, kLhs, kStart, 8, 1>(g, row, col);
-  for (; row < rows; row += V::kGemmRows) gemm_block<V, kLhs, kStart, V::kGemmRows, 1>(g, row, col);
+void gemm_column(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
+  gemm_panel<V, kLhs, kStart, 8, 1>(g, rows, col);
 }
 
-// rows: a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels of at most kGemmCols
-// vectors, as even as they come (4 vectors at most 3 wide run as 2 + 2).
+// rows: any number ByRow, else a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels
+// of at most kGemmCols vectors, as even as they come (4 vectors at most 3 wide run as 2 + 2).
 template <class V, Lhs kLhs, Start kStart>
 void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols) {
   static_assert(V::kGemmCols == 2 || V::kGemmCols == 3, "panels of one to three vectors");
@@ -105,11 +110,11 @@ void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols)
     const int64_t panels = (left + V::kGemmCols - 1) / V::kGemmCols;
     const int64_t width = (left + panels - 1) / panels;
     if (width == 1) {
-      gemm_panel<V, kLhs, kStart, 1>(g, rows, col);
+      gemm_panel<V, kLhs, kStart, V::kGemmRows, 1>(g, rows, col);
     } else if (width == 2) {
-      gemm_panel<V, kLhs, kStart, 2>(g, rows, col);
+      gemm_panel<V, kLhs, kStart, V::kGemmRows, 2>(g, rows, col);
     } else {
-      gemm_panel<V, kLhs, kStart, V::kGemmCols>(g, rows, col);
+      gemm_panel<V, kLhs, kStart, V::kGemmRows, V::kGemmCols>(g, rows, col);
     }
     col += width * V::kWidth;
     left -= width;

@@ -34,14 +34,13 @@ Rows<typename V::Scalar> key_rows(const TensorView& t, const QueryBlock& rows, i
   using Scalar = typename V::Scalar;
   constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
   const int64_t ld = padded_width<V>(cols);
-  const bool in_place = t.type == own && t.stride_d == 1 && cols == ld && rows.count % V::kGemmRows == 0 &&
-                        t.stride_t >= cols && t.stride_t <= 2 * cols;
+  const bool in_place = t.type == own && t.stride_d == 1 && cols == ld && t.stride_t >= cols && t.stride_t <= 2 * cols;
   if (in_place) {
     return {
         static_cast<const Scalar*>(t.data) + rows.batch * t.stride_b + rows.head * t.stride_h + rows.begin * t.stride_t,
         t.stride_t};
   }
-  read_rows<V>(t, rows, round_up(rows.count, V::kGemmRows), cols, Scalar(1), scratch, ld);
+  read_rows<V>(t, rows, rows.count, cols, Scalar(1), scratch, ld);
   return {scratch, ld};
 }
 
@@ -85,10 +84,9 @@ struct ScoredTile {
 // rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
 template <class V>
 void pair_product(const Tile& t, const CausalEdge& edge, const GemmOperands<typename V::Scalar>& g) {
-  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Zero>(g, round_up(t.key_count, V::kGemmRows), t.lanes);
+  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Zero>(g, t.key_count, t.lanes);
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-    const int64_t keys = edge.keys_seen(c + V::kWidth - 1, t.key_count);
-    gemm_column<V, Lhs::ByRow, Start::Zero>(g, round_up(keys, V::kGemmRows), c);
+    gemm_column<V, Lhs::ByRow, Start::Zero>(g, edge.keys_seen(c + V::kWidth - 1, t.key_count), c);
   }
 }
 
@@ -106,13 +104,13 @@ void key_sum(const Tile& t, const CausalEdge& edge, GemmOperands<typename V::Sca
 // group of rows, the earlier one holds zeros (fill_group_with_zeros).
 template <class V>
 void lane_sum(const Tile& t, const CausalEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
-  const int64_t rows = round_up(t.key_count, V::kGemmRows);
-  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Add>(g, rows, width);
-  for (int64_t k = 0; k < rows; k += V::kGemmRows) {
+  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Add>(g, t.key_count, width);
+  for (int64_t k = 0; k < t.key_count; k += V::kGemmRows) {
     const int64_t begin = first_vector<V>(edge, k, t.lanes);
     if (begin >= g.depth) break;
     gemm<V, Lhs::ByRow, Start::Add>(
-        {g.a + k * g.lda, g.lda, g.b, g.ldb, g.c + k * g.ldc, g.ldc, g.depth, nullptr, begin}, V::kGemmRows, width);
+        {g.a + k * g.lda, g.lda, g.b, g.ldb, g.c + k * g.ldc, g.ldc, g.depth, nullptr, begin},
+        min_of(V::kGemmRows, t.key_count - k), width);
   }
 }
 
