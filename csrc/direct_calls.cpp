@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <algorithm>
 #include <array>
 
 #include "composite.h"
@@ -90,18 +91,35 @@ bool read_layer(PyObject* const* arguments, LayerArguments& a) {
   return a.query.dim() == 3 && a.query.sym_size(2) == embed_dim;
 }
 
-// The result of `compute(arguments)`, or None where torch.ops is to be asked: it tells an argument that does not fit.
+// The result of `compute`, or None where torch.ops is to be asked: it tells an argument that does not fit.
 template <typename Compute>
-PyObject* call_layer(PyObject* const* arguments, const Compute& compute) {
-  LayerArguments a;
-  if (is_watched_in_python() || !read_layer(arguments, a)) Py_RETURN_NONE;
+PyObject* call_or_none(const Compute& compute) {
   try {
-    return compute(a);
+    return compute();
   } catch (const c10::ValueError&) {
     Py_RETURN_NONE;
   } catch (const c10::TypeError&) {
     Py_RETURN_NONE;
   }
+}
+
+template <typename Compute>
+PyObject* call_layer(PyObject* const* arguments, const Compute& compute) {
+  LayerArguments a;
+  if (is_watched_in_python() || !read_layer(arguments, a)) Py_RETURN_NONE;
+  return call_or_none([&] { return compute(a); });
+}
+
+// Whether they are tensors of four axes, one batch and as many heads each: what needs no other word from the caller.
+bool read_attention(PyObject* const* arguments, AttentionArguments& a) {
+  Reader reader(arguments);
+  const std::array<at::Tensor*, 3> tensors{&a.query, &a.key, &a.value};
+  for (at::Tensor* tensor : tensors) reader.read(*tensor);
+  reader.read(a.causal);
+  return reader.ok && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) {
+           return t->defined() && !t->is_nested() && t->layout() == at::kStrided && t->dim() == 4 &&
+                  t->sym_size(0) == a.query.sym_size(0) && t->sym_size(1) == a.query.sym_size(1);
+         });
 }
 
 void check_count(const char* function, Py_ssize_t expected, Py_ssize_t given) {
@@ -141,14 +159,31 @@ PyObject* multi_head_attention_with_weights(PyObject*, PyObject* const* argument
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count("attention", 4, count);
+  AttentionArguments a;
+  if (is_watched_in_python() || !read_attention(arguments, a)) Py_RETURN_NONE;
+  return call_or_none([&a] {
+    at::Tensor out;
+    {
+      const pybind11::gil_scoped_release no_gil;
+      out = std::get<0>(call_attention(a));
+    }
+    return THPVariable_Wrap(std::move(out));
+  });
+  END_HANDLE_TH_ERRORS
+}
+
 template <typename Function>
 PyMethodDef method(const char* name, Function* function, const char* doc) {
   // The cast through void(*)() is that of Python's documentation.
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, doc};
 }
 
-std::array<PyMethodDef, 3> methods{
-    {method("multi_head_attention", multi_head_attention, "The operator's output, or None: torch.ops has to be asked."),
+std::array<PyMethodDef, 4> methods{
+    {method("attention", attention, "The operator's output, or None: torch.ops has to be asked."),
+     method("multi_head_attention", multi_head_attention, "The operator's output, or None: torch.ops has to be asked."),
      method("multi_head_attention_with_weights", multi_head_attention_with_weights,
             "Output and weights of the layer's steps, or None: they have to be taken one by one."),
      {nullptr, nullptr, 0, nullptr}}};

@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "attention",
     "attention_backward",
+    "attention_directly",
     "attention_weights_backward",
     "attention_with_weights",
     "draw_seed",
@@ -66,6 +67,7 @@ def _load() -> None:
 
 _load()
 # Called by position, or not at all: they give None where the operators have to be called, or refuse the arguments.
+from mha_ext._C import attention as attention_directly  # noqa: E402
 from mha_ext._C import multi_head_attention as layer_directly  # noqa: E402
 from mha_ext._C import multi_head_attention_with_weights as layer_with_weights_directly  # noqa: E402
 

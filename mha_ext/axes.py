@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mha_ext.errors import InvalidValueError
 
-__all__ = ["Layout", "align", "fit"]
+__all__ = ["Layout", "align"]
 
 
 class Layout(NamedTuple):
@@ -26,12 +26,6 @@ class Layout(NamedTuple):
         if self.rank > 4:
             return x.view(*self.batch, *x.shape[1:])
         return x[0, 0] if self.rank == 2 and has_heads else x[0]
-
-
-def fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether query, key and value have four axes, one batch and as many heads each: ``align`` would change nothing."""
-    q, k, v = query.shape, key.shape, value.shape
-    return len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]
 
 
 def align(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,7 +16,6 @@ __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 _ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
 _ALIGNMENT_NAMES = tuple(_ALIGNMENTS)
 _WEIGHTS = ("per_head", "mean", "column_sum")
-_attention = _ops.operators.attention.default
 WeightsKind = Literal["per_head", "mean", "column_sum"]
 
 
@@ -128,19 +128,22 @@ def scaled_dot_product_attention(
         (torch.Size([2, 4, 3, 8]), [1.0, 2.0, 3.0])
     """
     where = "scaled_dot_product_attention"
+    if (  # the likely call: with one token, looking at every option would take longer than attending
+        (attn_mask is None and key_padding_mask is None and scale is None and return_weights is None)
+        and (window is None and softcap is None and alibi_slopes is None and sink is None)
+        and (type(is_causal) is bool and enable_gqa is False and return_lse is False)
+        and (type(dropout_p) is float and dropout_p == 0.0 and causal_alignment is _ALIGNMENT_NAMES[0])
+        and not torch.compiler.is_compiling()
+    ):
+        directly = _ops.attention_directly(query, key, value, 1 if is_causal else 0)
+        if directly is not None:
+            return directly
     if not (type(is_causal) is type(enable_gqa) is type(return_lse) is bool):
         checks.flags(where, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         checks.unsupported(where, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink)
     checks.tensors(where, query, key, value)
     checks.dense(where, (query, key, value))
-    if (  # the likely call: with one token, looking at every option would take longer than attending
-        (attn_mask is None and key_padding_mask is None and scale is None and return_weights is None)
-        and not (is_causal or enable_gqa or return_lse)
-        and (type(dropout_p) is float and dropout_p == 0.0 and causal_alignment is _ALIGNMENT_NAMES[0])
-        and axes.fit(query, key, value)
-    ):
-        return _plain_attention(where, query, key, value)
     checks.one_of(where, "causal_alignment", causal_alignment, _ALIGNMENT_NAMES)
     if return_weights is not None and return_weights not in _WEIGHTS:
         raise InvalidValueError(f"{where}: return_weights must be None or one of {_WEIGHTS}, got {return_weights!r}")
@@ -179,15 +182,6 @@ def scaled_dot_product_attention(
         weights = weights.sum(-2) if return_weights == "column_sum" else weights
         results.append(layout.restore(weights, has_heads=not average))
     return tuple(results)
-
-
-def _plain_attention(where: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The operator's output, no option set and so none passed."""
-    try:
-        out: Tensor = _attention(query, key, value)[0]
-    except (ValueError, TypeError) as error:
-        errors.pass_on(error, where)
-    return out
 
 
 def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) -> int:
