@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "dispatch.h"
+#include "parallel.h"
 #include "schedule.h"
 
 namespace mha_ext::cpu {
@@ -67,6 +68,31 @@ at::Tensor in_compute_type(const at::Tensor& mask, at::ScalarType type) {
   return at::where(at::isinf(mask), mask, at::clamp(mask, -kMax, kMax)).to(type);
 }
 
+// The map of a bool mask that serves several heads, so that not each of them has to look at every pair.
+at::Tensor make_mask_map(const at::Tensor& mask, const AttentionParams& p, MaskView& view) {
+  const int64_t batch = mask.size(0), heads = mask.size(1), rows = mask.size(2), keys = mask.size(3);
+  const bool shared = 2 * batch * heads <= p.batch * p.heads;
+  if (view.kind != MaskKind::Bool || !shared || rows < kernels::kMapQueries || keys < kernels::kBlockKeys) return {};
+  const int64_t map_rows = divide_up(rows, kernels::kMapQueries), tiles = divide_up(keys, kernels::kBlockKeys);
+  const at::Tensor map = at::empty({batch, heads, map_rows, tiles}, mask.options().dtype(at::kByte));
+  uint8_t* data = map.mutable_data_ptr<uint8_t>();
+  const kernels::KernelTable& kernel = kernels_for(at::kFloat);
+  const auto work = static_cast<double>(kernels::kMapQueries * keys);
+  parallel_units(batch * heads * map_rows, work, 0, [&](int64_t unit, void*) {
+    const int64_t row = unit % map_rows, head = unit / map_rows % heads, sample = unit / map_rows / heads;
+    MaskView part = view;
+    part.data = static_cast<const uint8_t*>(view.data) + sample * view.stride_b + head * view.stride_h +
+                row * kernels::kMapQueries * view.stride_q;
+    kernel.map_mask_rows(part, std::min(kernels::kMapQueries, rows - row * kernels::kMapQueries), keys,
+                         data + unit * tiles);
+  });
+  view.map = data;
+  view.map_stride_b = batch > 1 ? map.stride(0) : 0;
+  view.map_stride_h = heads > 1 ? map.stride(1) : 0;
+  view.map_stride_row = tiles;
+  return map;
+}
+
 void bind_dropout(const AttentionArguments& args, AttentionParams& p) {
   if (args.dropout_p <= 0.0) return;
   p.dropout = true;
@@ -115,6 +141,7 @@ BoundArguments bind(const AttentionArguments& args) {
   if (args.attn_mask.defined()) {
     bound.attn_mask = in_compute_type(args.attn_mask, compute);
     p.masks[0] = mask_view(bound.attn_mask, /*true_hides=*/false);
+    bound.mask_map = make_mask_map(bound.attn_mask, p, p.masks[0]);
   }
   if (args.key_padding_mask.defined()) {
     bound.key_padding_mask = in_compute_type(args.key_padding_mask, compute).unsqueeze(1).unsqueeze(1);

@@ -16,7 +16,7 @@ kernels::MutableTensorView mutable_view_of(const at::Tensor& t);
 // Kernel parameters, and the masks they point into: float masks in the compute type, padding as (B or 1, 1, 1, T_kv).
 struct BoundArguments {
   kernels::AttentionParams params;
-  at::Tensor attn_mask, key_padding_mask;
+  at::Tensor attn_mask, key_padding_mask, mask_map;
 };
 
 BoundArguments bind(const AttentionArguments& args);

@@ -47,7 +47,8 @@ int64_t most_forward_queries(int64_t num_queries, int64_t rows, int64_t threads)
 
 int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most) {
   const int64_t blocks = std::max<int64_t>(1, divide_up(num_queries, most));
-  return std::max<int64_t>(1, divide_up(divide_up(num_queries, blocks), vector_width)) * vector_width;
+  const int64_t step = blocks > 1 ? std::max(vector_width, kernels::kMapQueries) : vector_width;
+  return std::max<int64_t>(1, divide_up(divide_up(num_queries, blocks), step)) * step;
 }
 
 int64_t most_weights_queries(int64_t num_queries, int64_t num_keys, int64_t rows) {

@@ -11,6 +11,7 @@ namespace mha_ext::cpu {
 
 // Queries of one head in blocks of at most `most`, as even as whole vectors allow: 129 queries run as 80 + 49 on 16
 // lanes with `most` 128, not as 128 + 1.
+// Several blocks begin at rows of a mask's map (kMapQueries).
 int64_t query_block_size(int64_t num_queries, int64_t vector_width, int64_t most);
 
 // `most` for the forward pass, where blocks of queries are the units: halved where they are few for the threads. `rows`

@@ -43,6 +43,9 @@ struct KernelTable {
   // Columns [begin, end) of a linear map of a few rows.
   void (*linear_rows)(const LinearRows&, int64_t begin, int64_t end);
 
+  // One row of a Bool mask's map: `keys` keys of `rows` queries from m.data on.
+  void (*map_mask_rows)(const MaskView& m, int64_t rows, int64_t keys, uint8_t* map);
+
   int vector_width;  // lanes; blocks of queries are padded to a multiple of it
 };
 

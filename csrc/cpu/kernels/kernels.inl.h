@@ -32,6 +32,7 @@ constexpr KernelTable kernel_table() {
   table.weights_block = weights_block<V>;
   table.weights_scratch_bytes = weights_scratch_bytes<V>;
   table.linear_rows = linear_rows<V>;
+  table.map_mask_rows = map_mask_rows<V>;
   table.vector_width = V::kWidth;
   return table;
 }

@@ -77,6 +77,49 @@ struct MaskRegion {
 
 enum class Hidden { None, Some, All };
 
+template <class V>
+void map_mask_rows(const MaskView& m, int64_t rows, int64_t keys, uint8_t* map) {
+  using ByteVec = typename V::ByteVec;
+  constexpr int64_t kBytes = sizeof(ByteVec);
+  const auto* data = static_cast<const uint8_t*>(m.data);
+  for (int64_t begin = 0; begin < keys; begin += kBlockKeys) {
+    const int64_t count = min_of(kBlockKeys, keys - begin);
+    ByteVec any{}, all = ByteVec{} == 0;
+    bool some = false, every = true;
+    for (int64_t q = 0; q < rows; ++q) {
+      const uint8_t* row = data + q * m.stride_q + begin * m.stride_k;
+      int64_t k = 0;
+      for (; m.stride_k == 1 && k + kBytes <= count; k += kBytes) {
+        const ByteVec set = V::load_bytes(row + k) != 0;
+        any |= set;
+        all &= set;
+      }
+      for (; k < count; ++k) {
+        const bool set = row[k * m.stride_k] != 0;
+        some |= set;
+        every &= set;
+      }
+    }
+    for (int64_t i = 0; i < kBytes; ++i) {
+      some |= any[i] != 0;
+      every &= all[i] != 0;
+    }
+    const bool hides = m.true_hides ? some : !every, shows = m.true_hides ? !every : some;
+    map[begin / kBlockKeys] = static_cast<uint8_t>((hides ? kMapHidden : 0) | (shows ? kMapVisible : 0));
+  }
+}
+
+// What a mask's map says of a tile.
+MHA_EXT_INLINE Hidden look_up(const MaskView& m, const Tile& t) {
+  const QueryBlock& q = t.queries;
+  const uint8_t* entry = m.map + q.batch * m.map_stride_b + q.head * m.map_stride_h + t.key_begin / kBlockKeys;
+  uint8_t found = 0;
+  for (int64_t row = q.begin / kMapQueries; row * kMapQueries < q.begin + q.count; ++row) {
+    found |= entry[row * m.map_stride_row];
+  }
+  return found == kMapHidden ? Hidden::All : found == kMapVisible ? Hidden::None : Hidden::Some;
+}
+
 // A bool mask's region as hidden bytes [rows][kBlockKeys], zero behind its keys.
 template <class V>
 Hidden read_hidden_rows(const MaskView& m, const MaskRegion& r, uint8_t* rows) {
@@ -207,7 +250,8 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
       add_addends<V>(m, t, region, out);
       continue;
     }
-    const Hidden hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
+    Hidden hidden = m.map == nullptr ? Hidden::Some : look_up(m, t);
+    if (hidden == Hidden::Some) hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
     if (hidden == Hidden::All && covers_tile) return false;
     if (hidden != Hidden::None) add_hidden<V>(m, t, region, out);
   }

@@ -32,7 +32,13 @@ struct MaskView {
   MaskKind kind = MaskKind::None;
   bool true_hides = false;
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+  const uint8_t* map = nullptr;  // of a Bool mask, or null: what map_mask_rows found, [row of the map][tile of keys]
+  int64_t map_stride_b = 0, map_stride_h = 0, map_stride_row = 0;
 };
+
+// A row of a mask's map stands for so many queries, an entry for a tile of keys: the pairs that occur there.
+constexpr int64_t kMapQueries = 16;
+constexpr uint8_t kMapHidden = 1, kMapVisible = 2;
 
 // Edges of a score tile. Queries are spread evenly over blocks of at most kBlockQueries; see schedule.h. 128 queries
 // against 64: 3 to 5 % at T = 128 ... 512, as K, V and masks are read half as often.
