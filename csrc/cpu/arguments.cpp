@@ -1,6 +1,7 @@
 #include "arguments.h"
 
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/isinf.h>
 #include <ATen/ops/where.h>
 
