@@ -1,0 +1,38 @@
+"""Bool masks made of blocks: whole tiles hidden, shown, or mixed, in a mask that several heads share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, build, check
+from switches import cpu_capability
+
+import mha_ext
+
+CASES = [
+    Case(2, 4, 2, 200, 330, 8, mask="bool:11TS"),
+    Case(2, 4, 4, 130, 257, 8, mask="bool:B1TS", causal=1),
+    Case(4, 2, 2, 97, 130, 8, mask="bool:1HTS", padding="bool"),
+    Case(2, 2, 1, 300, 200, 8, mask="bool:11TS", appended=2),
+]
+
+
+@pytest.mark.parametrize("capability", mha_ext.available_cpu_capabilities())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_blocks_that_are_hidden_shown_or_mixed(
+    case: Case, transposed: bool, dtype: torch.dtype, capability: str
+) -> None:
+    problem = build(Case(**{**case.__dict__, "dtype": dtype}))
+    mixed = problem.attn_mask
+    g = torch.Generator().manual_seed(1)
+    for top in range(0, mixed.shape[2], 64):
+        for left in range(0, mixed.shape[3], 64):
+            block = mixed[:, :, top : top + 64, left : left + 64]
+            kind = int(torch.randint(3, (1,), generator=g))
+            if kind < 2:
+                block.fill_(bool(kind))
+    problem.attn_mask = mixed.mT.contiguous().mT if transposed else mixed
+    with cpu_capability(capability):
+        check(problem)
