@@ -18,34 +18,40 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor flat_rows(const at::Tensor& tensor) { return tensor.flatten(0, -2); }
+at::Tensor flat_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
 class LargeLinear : public torch::autograd::Function<LargeLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
                             const OptionalTensor& bias) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    context->save_for_backward({input, weight});
+    context->save_for_backward({input, weight, bias.value_or(at::Tensor())});
     return cpu::large_linear(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &input = saved[0], &weight = saved[1], grad = flat_rows(grads[0]);
+    const auto wanted = wanted_gradients<3>(context, {input, weight, saved[2]});
     variable_list result(3);
-    if (context->needs_input_grad(0)) {
-      const at::Tensor rows = at::GradMode::is_enabled() ? at::mm(grad, weight) : cpu::product(grad, weight);
-      result[0] = rows.view_as(input);
+    if (wanted[0]) {
+      const std::array<at::Tensor, 2> factors{grad, weight};
+      const bool to_library = !at::GradMode::is_enabled() && runs_on_cpu_alone(factors);
+      result[0] = (to_library ? cpu::product(grad, weight) : at::mm(grad, weight)).reshape(input.sizes());
     }
-    if (context->needs_input_grad(1)) result[1] = at::mm(grad.t(), flat_rows(input));
-    if (context->needs_input_grad(2)) result[2] = grad.sum(0);
+    if (wanted[1]) result[1] = at::mm(grad.t(), flat_rows(input));
+    if (wanted[2]) result[2] = grad.sum(0);
     return result;
   }
 };
 
+// Memory holds what the tensor says: no bit for a sign or a conjugate is set, and zeros are there.
 bool is_plain(const at::Tensor& t) {
-  return !t.defined() || (t.key_set().has(c10::DispatchKey::CPU) && !t.key_set().has(c10::DispatchKey::Python) &&
-                          !t._fw_grad(/*level=*/0).defined());
+  if (!t.defined()) return true;
+  constexpr c10::DispatchKeySet kOthers({c10::DispatchKey::Python, c10::DispatchKey::Negative,
+                                         c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
+  return t.layout() == at::kStrided && t.key_set().has(c10::DispatchKey::CPU) && !t.key_set().has_any(kOthers) &&
+         !t._fw_grad(/*level=*/0).defined();
 }
 
 }  // namespace

@@ -320,15 +320,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         options = layer.resolve(_WHERE, options, sizes, self.num_heads, inputs[0].device)
         if not sizes.batched:
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
-        bias_k, bias_v = self.bias_k, self.bias_v
+        bias_k, bias_v, out_proj = self.bias_k, self.bias_v, self.out_proj
         appends = self.add_zero_attn or not (bias_k is bias_v is None)
-        is_plain = plain.is_linear(self.out_proj) and plain.are_tensors((*weights, bias, self.out_proj.weight))
+        is_plain = plain.is_linear(out_proj) and plain.are_tensors((*weights, bias, out_proj.weight, out_proj.bias))
         fused = is_plain and len(weights) == 1 and not (options.need_weights or appends)
 
         def compute(inputs: layer.QKV) -> tuple[Tensor, Tensor | None]:
             if not fused:
                 return self._in_pieces(inputs, (weights, bias), (bias_k, bias_v), options)
-            projections = (weights[0], bias, self.out_proj.weight, self.out_proj.bias)
+            projections = (weights[0], bias, out_proj.weight, out_proj.bias)
             return layer.fused(inputs, projections, options, self._heads(weights), batch_first), None
 
         situation = unused_rows.Situation(options, appends, batch_first, fused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from switches import threads
+from tolerances import assert_within
 from torch import Tensor
 
 import mha_ext
@@ -76,3 +77,74 @@ def test_only_what_is_wanted_is_computed(frozen: str) -> None:
     layer(x, x, x)[0].sum().backward()
     assert (x.grad is None) == (frozen == "x")
     assert (layer.in_proj_weight.grad is None) == (frozen == "weight")
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_no_biases(need_weights: bool) -> None:
+    x = problem()[1].requires_grad_()
+    layer = mha_ext.MultiheadAttention(EMBED, 4, bias=False, batch_first=True)
+    gradient = torch.autograd.grad(layer(x, x, x, need_weights=need_weights)[0].sum(), [x, *layer.parameters()])
+    x = x.detach().double().requires_grad_()
+    exact = layer.double()
+    want = torch.autograd.grad(exact(x, x, x)[0].sum(), [x, *exact.parameters()])
+    for found, wanted in zip(gradient, want, strict=True):
+        assert float((found.double() - wanted).abs().max()) <= 8 * 768**0.5 * 2**-24 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["expanded", "stepped", "a column"])
+def test_biases_in_any_memory(kind: str, training: bool, need_weights: bool) -> None:
+    layer, x = problem()
+    plain = layer(x, x, x, need_weights=need_weights)[0]
+    for owner, name in ((layer, "in_proj_bias"), (layer.out_proj, "bias")):
+        bias = getattr(owner, name).detach()
+        if kind == "expanded":
+            bias.fill_(0.25)
+            moved = torch.tensor([0.25]).expand(bias.shape)
+        else:
+            moved = torch.full((len(bias), 2 if kind == "stepped" else 257), 7.0)[:, 1].copy_(bias)
+        setattr(owner, name, torch.nn.Parameter(moved))
+        assert torch.equal(moved, bias) and not moved.is_contiguous()
+    if kind == "expanded":
+        filled = problem()[0]
+        with torch.no_grad():
+            filled.in_proj_bias.fill_(0.25)
+            filled.out_proj.bias.fill_(0.25)
+        plain = filled(x, x, x, need_weights=need_weights)[0]
+    with torch.set_grad_enabled(training):
+        assert torch.equal(layer(x, x, x, need_weights=need_weights)[0], plain)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("rows", [2, ROWS])
+def test_memory_that_does_not_hold_the_numbers(rows: int, need_weights: bool) -> None:
+    """A negative view, and zeros that are nowhere."""
+    layer, x = problem()
+    x, limit = x[:, :rows], 8 * 768**0.5 * 2**-24 * 4  # as above; outputs are below 4
+    with torch.no_grad():
+        want = layer(-x, -x, -x, need_weights=need_weights)[0]
+        negative = torch._neg_view(x)
+        assert_within(layer(negative, negative, negative, need_weights=need_weights)[0], want, limit)
+        zeros = torch._efficientzerotensor((1, rows, EMBED))
+        found = layer(zeros, zeros, zeros, need_weights=need_weights)[0]
+        real = torch.zeros(1, rows, EMBED)
+        assert_within(found, layer(real, real, real, need_weights=need_weights)[0], limit)
+
+
+def test_transforms_of_the_backward_pass() -> None:
+    layer, x = problem()
+    x.requires_grad_()
+    out = layer(x, x, x)[0]
+    grads = torch.randn(2, *out.shape)
+    (batched,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+    for found, grad in zip(batched, grads, strict=True):
+        (want,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+        assert float((found - want).abs().max()) <= 8 * 768**0.5 * 2**-24 * float(want.abs().max())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(grads[0], grads[1])
+        (gradient,) = torch.autograd.grad(out, x, dual, retain_graph=True)
+        tangent = torch.autograd.forward_ad.unpack_dual(gradient).tangent
+    (want,) = torch.autograd.grad(out, x, grads[1])
+    assert tangent is not None
+    assert float((tangent - want).abs().max()) <= 8 * 768**0.5 * 2**-24 * float(want.abs().max())

@@ -47,7 +47,9 @@ bool is_large(const at::Tensor& input, const at::Tensor& weight) {
 }
 
 at::Tensor large_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  return onednn()->call(input, weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  // oneDNN's product does not look at the stride of a bias.
+  const std::optional<at::Tensor> dense_bias = bias.has_value() ? std::optional(bias->contiguous()) : std::nullopt;
+  return onednn()->call(input, weight, dense_bias, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
 at::Tensor product(const at::Tensor& left, const at::Tensor& right) {
