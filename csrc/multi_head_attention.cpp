@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 

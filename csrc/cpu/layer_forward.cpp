@@ -109,13 +109,10 @@ AttentionArguments attention_arguments(const LayerArguments& a, const LayerState
   const int64_t h = a.num_heads, g = a.num_kv_heads;
   const bool all = a.shared_inputs == kSharedAll, separate = a.shared_inputs == kSeparateInputs;
   const at::Tensor& keys = all ? s.q : s.k;
+  const int64_t first_key = all ? h : 0;
   return {heads_of(a, s.q, {0, h}),
-          heads_of(a, keys, {all ? h : 0, g}),
-          heads_of(a, separate ? s.v : keys,
-                   {all        ? h + g
-                    : separate ? 0
-                               : g,
-                    g}),
+          heads_of(a, keys, {first_key, g}),
+          separate ? heads_of(a, s.v, {0, g}) : heads_of(a, keys, {first_key + g, g}),
           a.attn_mask,
           a.key_padding_mask,
           a.dropout_seed,

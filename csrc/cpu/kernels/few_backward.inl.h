@@ -32,12 +32,10 @@ struct FewBackwardScratch : FewScratch<V> {
 template <class V>
 void load_few_lse(const BackwardParams& b, const KeyRange& range, const GroupRows& rows, FewBackwardScratch<V>& s) {
   using Scalar = typename V::Scalar;
-  constexpr Scalar kFar = 256;
   const AttentionParams& p = b.attention;
   const auto* saved = static_cast<const Scalar*>(b.lse) +
                       (range.batch * p.heads + range.kv_head * (p.heads / p.kv_heads)) * p.num_queries + rows.begin;
-  bool far = false;
-  for (int64_t r = 0; r < rows.count; ++r) far |= (saved[r] > kFar || saved[r] < -kFar) && __builtin_isfinite(saved[r]);
+  const bool far = any_far(saved, rows.count);
   if (far) {
     for (int64_t begin = 0; begin < p.num_keys; begin += kFewKeys) {
       weigh_few<V>(p, range, rows, {range.batch, range.kv_head, begin, min_of(kFewKeys, p.num_keys - begin)}, s);

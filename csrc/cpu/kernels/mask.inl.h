@@ -129,16 +129,17 @@ Hidden read_hidden_rows(const MaskView& m, const MaskRegion& r, uint8_t* rows) {
   ByteVec any[kBlockKeys / kBytes] = {}, all[kBlockKeys / kBytes];
   for (ByteVec& vec : all) vec = ByteVec{} == 0;
   const uint8_t flip = m.true_hides ? 0 : 255;
+  const bool whole_rows = m.stride_k == 1 && r.keys == kBlockKeys;
   for (int64_t q = 0; q < r.rows; ++q) {
     const uint8_t* src = static_cast<const uint8_t*>(m.data) + r.offset + q * m.stride_q;
     uint8_t* row = rows + q * kBlockKeys;
-    if (m.stride_k != 1 || r.keys != kBlockKeys) {
+    if (!whole_rows) {
       __builtin_memset(row, 0, static_cast<size_t>(kBlockKeys));
       for (int64_t k = 0; k < r.keys; ++k) row[k] = static_cast<uint8_t>((src[k * m.stride_k] != 0 ? 255 : 0) ^ flip);
     }
     for (int64_t i = 0; i < kBlockKeys / kBytes; ++i) {
       ByteVec hidden = V::load_bytes(row + i * kBytes);
-      if (m.stride_k == 1 && r.keys == kBlockKeys) {
+      if (whole_rows) {
         hidden = (V::load_bytes(src + i * kBytes) != 0) ^ flip;
         V::store_bytes(row + i * kBytes, hidden);
       }

@@ -31,16 +31,11 @@ struct Rows {
 template <class V>
 Rows<typename V::Scalar> key_rows(const TensorView& t, const QueryBlock& rows, int64_t cols,
                                   typename V::Scalar* scratch) {
-  using Scalar = typename V::Scalar;
-  constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
   const int64_t ld = padded_width<V>(cols);
-  const bool in_place = t.type == own && t.stride_d == 1 && cols == ld && t.stride_t >= cols && t.stride_t <= 2 * cols;
-  if (in_place) {
-    return {
-        static_cast<const Scalar*>(t.data) + rows.batch * t.stride_b + rows.head * t.stride_h + rows.begin * t.stride_t,
-        t.stride_t};
+  if (t.stride_t >= cols && t.stride_t <= 2 * cols) {
+    if (const auto* data = rows_in_place<V>(t, rows, rows.count, cols, ld)) return {data, t.stride_t};
   }
-  read_rows<V>(t, rows, rows.count, cols, Scalar(1), scratch, ld);
+  read_rows<V>(t, rows, rows.count, cols, typename V::Scalar(1), scratch, ld);
   return {scratch, ld};
 }
 
@@ -158,19 +153,24 @@ void run_softmax(const AttentionParams& p, const QueryBlock& block, int64_t lane
   }
 }
 
+// Whether a saved log-sum-exp m + log l is so far from 0 that it has lost digits of log l that P needs (beside
+// finfo.min all of them): m and l are then found again.
+template <typename Scalar>
+bool any_far(const Scalar* lse, int64_t count) {
+  constexpr Scalar kFar = 256;  // float: up to here the sum is exact to 2^-17, as are scores of that size
+  bool far = false;
+  for (int64_t q = 0; q < count; ++q) far |= (lse[q] > kFar || lse[q] < -kFar) && __builtin_isfinite(lse[q]);
+  return far;
+}
+
 // The saved log-sum-exp as high[q] + low[q], so that P = exp((S - high) - low). Rows that saw no key, and padding
-// lanes, get high = +inf: their P is 0. Far from 0 a sum m + log l has lost digits of log l that P needs (beside
-// finfo.min all of them): such blocks of queries find m and l again.
+// lanes, get high = +inf: their P is 0.
 template <class V>
 void load_lse(const void* lse, const AttentionParams& p, const QueryBlock& block, int64_t lanes, ScoreScratch<V>& s) {
   using Scalar = typename V::Scalar;
-  constexpr Scalar kFar = 256;  // float: up to here the sum is exact to 2^-17, as are scores of that size
   const auto* saved =
       static_cast<const Scalar*>(lse) + (block.batch * p.heads + block.head) * p.num_queries + block.begin;
-  bool far = false;
-  for (int64_t q = 0; q < block.count; ++q) {
-    far |= (saved[q] > kFar || saved[q] < -kFar) && __builtin_isfinite(saved[q]);
-  }
+  const bool far = any_far(saved, block.count);
   if (far) run_softmax<V>(p, block, lanes, s);
   Scalar *high = s.softmax.maximum, *low = s.softmax.sum;
   for (int64_t q = 0; q < lanes; ++q) {
