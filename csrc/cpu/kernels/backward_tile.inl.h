@@ -95,12 +95,13 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
   for (int64_t k = 0; k < tile.key_count; ++k) {
     const DropoutRow<V> dropout_row(key, tile.key_begin + k);
     const MaskRow<Scalar> mask_row(mask, tile.lanes, k);
-    if (mask.edge.cuts) {
-      fill_group_with_zeros<V>(tile, mask.edge, k, scores);
-      fill_group_with_zeros<V>(tile, mask.edge, k, grad_scores);
-    }
-    for (int64_t c = first_vector<V>(mask.edge, k, tile.lanes); c < tile.lanes; c += V::kWidth) {
+    for (int64_t c = 0; c < tile.lanes; c += V::kWidth) {
       const int64_t at = k * tile.lanes + c;
+      if (Parts::kEdge && !mask.edge.template keys_seen<V>(tile, c).holds(k)) {
+        V::store(scores + at, V::zero());
+        V::store(grad_scores + at, V::zero());
+        continue;
+      }
       Vec score = V::load(scores + at);
       Vec grad = V::load(grad_scores + at);
       typename V::IntVec hidden{};
@@ -159,7 +160,7 @@ void find_weights_delta(const BackwardParams& b, const QueryBlock& block, int64_
     const Tile t{block, lanes, begin, min_of(kBlockKeys, num_keys - begin)};
     if (!score_gradient_tile<V>(b, t, s).visible) continue;
     for (int64_t k = 0; k < t.key_count; ++k) {
-      for (int64_t c = first_vector<V>(s.mask.edge, k, lanes); c < lanes; c += V::kWidth) {
+      for (int64_t c = 0; c < lanes; c += V::kWidth) {
         V::store(sums + c, V::load(sums + c) + V::load(s.grad_scores + k * lanes + c));
       }
     }
@@ -220,7 +221,7 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
   const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
   Scalar* grad_key = s.grad_key + key_in_range * d;
   Scalar* grad_value = s.grad_value + key_in_range * dv;
-  const CausalEdge& edge = s.mask.edge;
+  const TileEdge& edge = s.mask.edge;
   if (meets_nonfinite<V>(p, t, tile, s)) {
     accumulate_visible_gradients<V>(p, t, tile, grad_key, grad_value, s);
     return;
@@ -322,8 +323,7 @@ void mask_gradient_block(const BackwardParams& b, const QueryBlock& block, int64
     if (!score_gradient_tile<V>(b, t, s).visible) continue;
     for (int64_t q = 0; q < block.count; ++q) {
       Scalar* row = base + q * out.stride_q + begin * out.stride_k;
-      const int64_t seen = s.mask.edge.keys_seen(q, t.key_count);
-      for (int64_t k = 0; k < seen; ++k) row[k * out.stride_k] += s.grad_scores[k * lanes + q];
+      for (int64_t k = 0; k < t.key_count; ++k) row[k * out.stride_k] += s.grad_scores[k * lanes + q];
     }
   }
 }

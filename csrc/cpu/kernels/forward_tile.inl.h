@@ -28,12 +28,13 @@ struct ForwardScratch : ScoreScratch<V> {
 
 // Zeroes the probabilities of dropped pairs; the factor 1/(1-p) of the kept ones is folded into the end.
 template <class V>
-void drop_probabilities(const AttentionParams& p, const Tile& t, const CausalEdge& edge,
+void drop_probabilities(const AttentionParams& p, const Tile& t, const TileEdge& edge,
                         typename V::Scalar* probabilities) {
   const uint64_t key = dropout_key(p, t.queries.batch, t.queries.head);
   for (int64_t k = 0; k < t.key_count; ++k) {
     const DropoutRow<V> row(key, t.key_begin + k);
-    for (int64_t c = first_vector<V>(edge, k, t.lanes); c < t.lanes; c += V::kWidth) {
+    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+      if (!edge.keys_seen<V>(t, c).holds(k)) continue;
       typename V::Scalar* x = probabilities + k * t.lanes + c;
       V::store(x, V::select(row.keep(t.queries.begin + c, p.drop_below), V::load(x), V::zero()));
     }

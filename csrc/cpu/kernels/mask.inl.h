@@ -2,44 +2,15 @@
 // are resolved together, once a tile: a tile is skipped, or runs as if there were no mask, or carries
 //   addends [key][query], from float masks: added to the scores; minus infinity hides the pair;
 //   hidden  [key][query], from bool masks: a byte a pair, 255 where it is hidden;
-//   an edge, where the causal order cuts the tile: products, softmax and gradients leave out what lies beyond.
+//   an edge, where the causal order or a mask's map shows that queries see none of the first or last keys: products,
+//   softmax and gradients leave those out.
 #pragma once
 
-#include "params.h"
 #include "rows.inl.h"
-#include "simd.inl.h"
+#include "tile.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
-
-struct Tile {
-  QueryBlock queries;
-  int64_t lanes;  // queries.count padded to whole vectors
-  int64_t key_begin, key_count;
-};
-
-// The tile's rows of K and V.
-MHA_EXT_INLINE QueryBlock keys_of(const AttentionParams& p, const Tile& t) {
-  return {t.queries.batch, t.queries.head / (p.heads / p.kv_heads), t.key_begin, t.key_count};
-}
-
-// The causal order inside a tile that it cuts: lane q sees the tile's key k when k <= q + diagonal. Beyond the edge
-// scratch [key][lane] is undefined, except that a vector of lanes is either left out or defined in all its lanes.
-struct CausalEdge {
-  bool cuts = false;
-  int64_t diagonal = 0;
-
-  MHA_EXT_INLINE int64_t keys_seen(int64_t lane, int64_t key_count) const {
-    return cuts ? max_of(0, min_of(lane + diagonal + 1, key_count)) : key_count;
-  }
-  MHA_EXT_INLINE int64_t first_lane(int64_t key) const { return cuts ? max_of(0, key - diagonal) : 0; }
-};
-
-// Where the vector begins that holds the first lane to see a key; `lanes` when none does.
-template <class V>
-MHA_EXT_INLINE int64_t first_vector(const CausalEdge& edge, int64_t key, int64_t lanes) {
-  return min_of(edge.first_lane(key) / V::kWidth * V::kWidth, lanes);
-}
 
 template <typename Scalar>
 struct MaskTile {
@@ -48,7 +19,7 @@ struct MaskTile {
   uint8_t* hidden;       // [kBlockKeys][kBlockQueries]
   uint8_t* hidden_rows;  // [kBlockQueries][kBlockKeys]
   Scalar* turned;        // a second mask before it joins the first
-  CausalEdge edge;
+  TileEdge edge;
   bool has_addends = false, has_hidden = false;
   bool hides_pairs = false;  // of addends known only after apply_mask or the backward's softmax
 };
@@ -82,30 +53,38 @@ void map_mask_rows(const MaskView& m, int64_t rows, int64_t keys, uint8_t* map) 
   using ByteVec = typename V::ByteVec;
   constexpr int64_t kBytes = sizeof(ByteVec);
   const auto* data = static_cast<const uint8_t*>(m.data);
+  const uint8_t when_set = m.true_hides ? kMapHidden : kMapVisible,
+                when_clear = m.true_hides ? kMapVisible : kMapHidden;
+  alignas(64) uint8_t any[kBlockKeys], all[kBlockKeys];
   for (int64_t begin = 0; begin < keys; begin += kBlockKeys) {
     const int64_t count = min_of(kBlockKeys, keys - begin);
-    ByteVec any{}, all = ByteVec{} == 0;
-    bool some = false, every = true;
-    for (int64_t q = 0; q < rows; ++q) {
-      const uint8_t* row = data + q * m.stride_q + begin * m.stride_k;
-      int64_t k = 0;
-      for (; m.stride_k == 1 && k + kBytes <= count; k += kBytes) {
-        const ByteVec set = V::load_bytes(row + k) != 0;
-        any |= set;
-        all &= set;
-      }
-      for (; k < count; ++k) {
-        const bool set = row[k * m.stride_k] != 0;
+    const uint8_t* first = data + begin * m.stride_k;
+    int64_t k = 0;
+    for (; m.stride_k == 1 && k + kBytes <= count; k += kBytes) {
+      ByteVec some{}, every = ByteVec{} == 0;
+      for (int64_t q = 0; q < rows; ++q) {
+        const ByteVec set = V::load_bytes(first + q * m.stride_q + k) != 0;
         some |= set;
         every &= set;
       }
+      V::store_bytes(any + k, some);
+      V::store_bytes(all + k, every);
     }
-    for (int64_t i = 0; i < kBytes; ++i) {
-      some |= any[i] != 0;
-      every &= all[i] != 0;
+    for (; k < count; ++k) {
+      any[k] = 0, all[k] = 1;
+      for (int64_t q = 0; q < rows; ++q) {
+        const bool set = first[q * m.stride_q + k * m.stride_k] != 0;
+        any[k] |= set;
+        all[k] &= set;
+      }
     }
-    const bool hides = m.true_hides ? some : !every, shows = m.true_hides ? !every : some;
-    map[begin / kBlockKeys] = static_cast<uint8_t>((hides ? kMapHidden : 0) | (shows ? kMapVisible : 0));
+    uint8_t entry = 0;
+    for (k = 0; k < count; ++k) {
+      const int64_t bit = k / kMapKeys;
+      if (any[k] != 0) entry |= static_cast<uint8_t>(when_set << bit);
+      if (all[k] == 0) entry |= static_cast<uint8_t>(when_clear << bit);
+    }
+    map[begin / kBlockKeys] = entry;
   }
 }
 
@@ -117,7 +96,23 @@ MHA_EXT_INLINE Hidden look_up(const MaskView& m, const Tile& t) {
   for (int64_t row = q.begin / kMapQueries; row * kMapQueries < q.begin + q.count; ++row) {
     found |= entry[row * m.map_stride_row];
   }
-  return found == kMapHidden ? Hidden::All : found == kMapVisible ? Hidden::None : Hidden::Some;
+  return (found & kMapAllVisible) == 0 ? Hidden::All : (found & kMapAllHidden) == 0 ? Hidden::None : Hidden::Some;
+}
+
+// Leaves out of the tile what a mask's map shows as seen by no query of a vector.
+template <class V>
+void cut_by_map(const MaskView& m, const Tile& t, TileEdge& edge) {
+  static_assert(kMapQueries % V::kWidth == 0, "rows of a map are whole vectors");
+  const QueryBlock& q = t.queries;
+  if (m.map == nullptr || q.begin % kMapQueries != 0) return;
+  const uint8_t* entry = m.map + q.batch * m.map_stride_b + q.head * m.map_stride_h +
+                         q.begin / kMapQueries * m.map_stride_row + t.key_begin / kBlockKeys;
+  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    const int visible = entry[c / kMapQueries * m.map_stride_row] / kMapVisible;
+    const KeySpan none{0, 0};
+    const KeySpan span{__builtin_ctz(visible) * kMapKeys, (32 - __builtin_clz(visible)) * kMapKeys};
+    if (visible == 0 || span.begin > 0 || span.end < t.key_count) edge.limit<V>(t, c, visible == 0 ? none : span);
+  }
 }
 
 // A bool mask's region as hidden bytes [rows][kBlockKeys], zero behind its keys.
@@ -225,9 +220,10 @@ template <typename Scalar>
 void add_causal(const AttentionParams& p, const Tile& t, int64_t masked_keys, MaskTile<Scalar>& out) {
   if (!out.has_hidden) __builtin_memset(out.hidden, 0, static_cast<size_t>(kBlockKeys * kBlockQueries));
   out.has_hidden = out.hides_pairs = true;
-  const CausalEdge edge{true, t.queries.begin + p.causal_offset - t.key_begin};
+  const int64_t diagonal = t.queries.begin + p.causal_offset - t.key_begin;
   for (int64_t k = 0; k < masked_keys; ++k) {
-    __builtin_memset(out.hidden + k * kBlockQueries, 255, static_cast<size_t>(min_of(edge.first_lane(k), t.lanes)));
+    const int64_t hidden = min_of(max_of(0, k - diagonal), t.lanes);
+    __builtin_memset(out.hidden + k * kBlockQueries, 255, static_cast<size_t>(hidden));
   }
 }
 
@@ -235,7 +231,8 @@ void add_causal(const AttentionParams& p, const Tile& t, int64_t masked_keys, Ma
 template <class V>
 bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::Scalar>& out) {
   out.has_addends = out.has_hidden = out.hides_pairs = false;
-  out.edge = {};
+  out.edge.cuts = false;
+  out.edge.diagonal = TileEdge::kNotCausal;
   const int64_t masked_keys = max_of(0, min_of(t.key_count, p.num_keys - p.appended_keys - t.key_begin));
   if (masked_keys == 0) return true;
   const int64_t last_query = t.queries.begin + t.queries.count - 1;
@@ -254,11 +251,13 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
     Hidden hidden = m.map == nullptr ? Hidden::Some : look_up(m, t);
     if (hidden == Hidden::Some) hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
     if (hidden == Hidden::All && covers_tile) return false;
-    if (hidden != Hidden::None) add_hidden<V>(m, t, region, out);
+    if (hidden == Hidden::None) continue;
+    add_hidden<V>(m, t, region, out);
+    if (covers_tile) cut_by_map<V>(m, t, out.edge);
   }
   if (!p.causal || t.key_begin + masked_keys - 1 <= t.queries.begin + p.causal_offset) return true;
   if (covers_tile) {
-    out.edge = {true, t.queries.begin + p.causal_offset - t.key_begin};
+    out.edge.template cut_causally<V>(t, t.queries.begin + p.causal_offset - t.key_begin);
     out.hides_pairs = true;
   } else {
     add_causal(p, t, masked_keys, out);
@@ -329,14 +328,16 @@ void apply_mask(const Tile& t, MaskTile<typename V::Scalar>& mask, typename V::S
   with_parts(mask, [&](auto parts) {
     using Parts = decltype(parts);
     if constexpr (!Parts::kAny) return;
-    constexpr bool kOnlyEdge = !Parts::kHidden && !Parts::kAddends;
     const MaskTile<typename V::Scalar> local = mask;  // a copy: the compiler must not expect the stores to change it
-    const int64_t key_count = t.key_count, lanes = t.lanes;
+    const Tile tile = t;
+    const int64_t lanes = tile.lanes;
     typename V::IntVec any_hidden{};
-    for (int64_t k = 0; k < key_count; ++k) {
+    for (int64_t k = 0; k < tile.key_count; ++k) {
       const MaskRow<typename V::Scalar> row(local, lanes, k);
-      const int64_t end = kOnlyEdge ? min_of(round_up(row.first_lane, V::kWidth), lanes) : lanes;
-      for (int64_t c = first_vector<V>(local.edge, k, lanes); c < end; c += V::kWidth) {
+      const bool only_causal = !Parts::kHidden && !Parts::kAddends;
+      const int64_t end = only_causal ? min_of(round_up(row.first_lane, V::kWidth), lanes) : lanes;
+      for (int64_t c = 0; c < end; c += V::kWidth) {
+        if (Parts::kEdge && !local.edge.template keys_seen<V>(tile, c).holds(k)) continue;
         typename V::Scalar* score = scores + k * lanes + c;
         typename V::IntVec hidden;
         V::store(score, mask_vector<V, Parts>(row, c, V::load(score), hidden));

@@ -93,12 +93,6 @@ __attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>
   }
 }
 
-// One vector of columns. Eight rows at a time, on every instruction set: fewer sums would wait for one another.
-template <class V, Lhs kLhs, Start kStart>
-void gemm_column(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
-  gemm_panel<V, kLhs, kStart, 8, 1>(g, rows, col);
-}
-
 // rows: any number ByRow, else a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels
 // of at most kGemmCols vectors, as even as they come (4 vectors at most 3 wide run as 2 + 2).
 template <class V, Lhs kLhs, Start kStart>
@@ -110,7 +104,8 @@ void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols)
     const int64_t panels = (left + V::kGemmCols - 1) / V::kGemmCols;
     const int64_t width = (left + panels - 1) / panels;
     if (width == 1) {
-      gemm_panel<V, kLhs, kStart, V::kGemmRows, 1>(g, rows, col);
+      // Eight rows at a time, on every instruction set: fewer sums would wait for one another.
+      gemm_panel<V, kLhs, kStart, 8, 1>(g, rows, col);
     } else if (width == 2) {
       gemm_panel<V, kLhs, kStart, V::kGemmRows, 2>(g, rows, col);
     } else {

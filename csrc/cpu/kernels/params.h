@@ -36,9 +36,10 @@ struct MaskView {
   int64_t map_stride_b = 0, map_stride_h = 0, map_stride_row = 0;
 };
 
-// A row of a mask's map stands for so many queries, an entry for a tile of keys: the pairs that occur there.
-constexpr int64_t kMapQueries = 16;
-constexpr uint8_t kMapHidden = 1, kMapVisible = 2;
+// A row of a mask's map stands for kMapQueries queries, an entry for a tile of keys. Bit i of its lower half: among the
+// i-th kMapKeys keys there are hidden pairs; of its upper half: there are visible ones.
+constexpr int64_t kMapQueries = 16, kMapKeys = 16;
+constexpr uint8_t kMapHidden = 1, kMapVisible = 16, kMapAllHidden = 15, kMapAllVisible = 240;
 
 // Edges of a score tile. Queries are spread evenly over blocks of at most kBlockQueries; see schedule.h. 128 queries
 // against 64: 3 to 5 % at T = 128 ... 512, as K, V and masks are read half as often.

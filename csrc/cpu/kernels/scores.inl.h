@@ -75,37 +75,46 @@ struct ScoredTile {
   Rows<typename V::Scalar> keys;
 };
 
-// The products of a tile, less what lies beyond its causal edge:
+// The products of a tile, less what lies beyond its edge:
 // rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
 template <class V>
-void pair_product(const Tile& t, const CausalEdge& edge, const GemmOperands<typename V::Scalar>& g) {
+void pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g) {
   if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Zero>(g, t.key_count, t.lanes);
-  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-    gemm_column<V, Lhs::ByRow, Start::Zero>(g, edge.keys_seen(c + V::kWidth - 1, t.key_count), c);
-  }
+  for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
+    gemm<V, Lhs::ByRow, Start::Zero>(
+        {g.a + keys.begin * g.lda, g.lda, g.b + lane, g.ldb, g.c + keys.begin * g.ldc + lane, g.ldc, g.depth},
+        keys.end - keys.begin, lanes);
+  });
 }
 
 // sums over keys, columns are lanes, O^T += V^T P^T and dQ^T += K^T dS^T;
 template <class V, Start kStart>
-void key_sum(const Tile& t, const CausalEdge& edge, GemmOperands<typename V::Scalar> g, int64_t width) {
+void key_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
   if (!edge.cuts) return gemm<V, Lhs::ByColumn, kStart>(g, width, t.lanes);
-  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-    g.depth = edge.keys_seen(c + V::kWidth - 1, t.key_count);
-    gemm_column<V, Lhs::ByColumn, kStart>(g, width, c);
-  }
+  for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
+    gemm<V, Lhs::ByColumn, kStart>({g.a, g.lda, g.b + lane, g.ldb, g.c + lane, g.ldc, keys.end,
+                                    kStart == Start::Scale ? g.factor + lane : nullptr, keys.begin},
+                                   width, lanes);
+  });
 }
 
-// sums over lanes, rows are keys, dV += P^T dO and dK += dS^T Q. Where the edge passes between two vectors within a
-// group of rows, the earlier one holds zeros (fill_group_with_zeros).
+// sums over lanes, rows are keys, dV += P^T dO and dK += dS^T Q. A few rows at a time, over the lanes that see any of
+// them: scratch holds zeros where those do not see the others.
 template <class V>
-void lane_sum(const Tile& t, const CausalEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
+void lane_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
   if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Add>(g, t.key_count, width);
   for (int64_t k = 0; k < t.key_count; k += V::kGemmRows) {
-    const int64_t begin = first_vector<V>(edge, k, t.lanes);
-    if (begin >= g.depth) break;
-    gemm<V, Lhs::ByRow, Start::Add>(
-        {g.a + k * g.lda, g.lda, g.b, g.ldb, g.c + k * g.ldc, g.ldc, g.depth, nullptr, begin},
-        min_of(V::kGemmRows, t.key_count - k), width);
+    const int64_t rows = min_of(V::kGemmRows, t.key_count - k);
+    int64_t begin = t.lanes, end = 0;
+    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+      const KeySpan keys = edge.keys_seen<V>(t, c);
+      if (keys.begin >= k + rows || keys.end <= k) continue;
+      begin = min_of(begin, c);
+      end = min_of(c + V::kWidth, g.depth);
+    }
+    if (begin >= end) continue;
+    gemm<V, Lhs::ByRow, Start::Add>({g.a + k * g.lda, g.lda, g.b, g.ldb, g.c + k * g.ldc, g.ldc, end, nullptr, begin},
+                                    rows, width);
   }
 }
 
@@ -119,14 +128,6 @@ MHA_EXT_INLINE void add_visible(Scalar& total, Scalar factor, int64_t count, con
       if (!hidden(i)) sum += a(i) * b(i);
     }
     total = total * factor + sum;
-  }
-}
-
-template <class V>
-void fill_group_with_zeros(const Tile& t, const CausalEdge& edge, int64_t key, typename V::Scalar* pairs) {
-  const int64_t end = first_vector<V>(edge, key, t.lanes);
-  for (int64_t c = first_vector<V>(edge, key / V::kGemmRows * V::kGemmRows, t.lanes); c < end; c += V::kWidth) {
-    V::store(pairs + key * t.lanes + c, V::zero());
   }
 }
 

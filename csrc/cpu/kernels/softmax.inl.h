@@ -1,8 +1,7 @@
 // exp, and the online softmax (Milakov & Gimelshein 2018) with one query a lane.
 #pragma once
 
-#include "mask.inl.h"
-#include "simd.inl.h"
+#include "tile.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
@@ -82,21 +81,25 @@ MHA_EXT_INLINE typename V::Vec finite_reference(typename V::Vec maximum) {
 
 // scores [key][lane] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
 template <class V>
-void softmax_tile(const Tile& t, const CausalEdge& edge, typename V::Scalar* scores,
+void softmax_tile(const Tile& t, const TileEdge& edge, typename V::Scalar* scores,
                   const RunningSoftmax<typename V::Scalar>& state) {
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
   const int64_t ld = t.lanes;
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-    const int64_t keys = edge.keys_seen(c + V::kWidth - 1, t.key_count);
+    const KeySpan keys = edge.keys_seen<V>(t, c);
+    if (keys.empty()) {
+      V::store(state.rescale + c, V::broadcast(1));
+      continue;
+    }
     const Vec before = V::load(state.maximum + c);
     Vec m0 = before, m1 = before;
-    int64_t k = 0;
-    for (; k + 2 <= keys; k += 2) {
+    int64_t k = keys.begin;
+    for (; k + 2 <= keys.end; k += 2) {
       m0 = V::max(m0, V::load(scores + k * ld + c));
       m1 = V::max(m1, V::load(scores + (k + 1) * ld + c));
     }
-    if (k < keys) m0 = V::max(m0, V::load(scores + k * ld + c));
+    if (k < keys.end) m0 = V::max(m0, V::load(scores + k * ld + c));
     const Vec maximum = V::max(m0, m1);
     const Vec reference = finite_reference<V>(maximum);
     Vec sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
@@ -105,10 +108,10 @@ void softmax_tile(const Tile& t, const CausalEdge& edge, typename V::Scalar* sco
       V::store(score, p);
       sum += p;
     };
-    for (k = 0; k + 4 <= keys; k += 4) {
+    for (k = keys.begin; k + 4 <= keys.end; k += 4) {
       for (int i = 0; i < 4; ++i) exponentiate(scores + (k + i) * ld + c, sums[i]);
     }
-    for (; k < keys; ++k) exponentiate(scores + k * ld + c, sums[k % 4]);
+    for (; k < keys.end; ++k) exponentiate(scores + k * ld + c, sums[k % 4]);
     const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const Vec rescale = exp_of<V>(before - reference);
     V::store(state.maximum + c, maximum);

@@ -14,7 +14,7 @@ namespace {
 template <typename Scalar>
 struct KeptTile {
   Scalar maximum[kBlockQueries];
-  CausalEdge edge;
+  TileEdge edge;
   bool visible, hides_pairs, in_sum;
 };
 
@@ -50,14 +50,16 @@ void find_tile_factor(const KeptTile<typename V::Scalar>& tile, int64_t lanes, W
 }
 
 template <class V, bool kFirst>
-void add_weights(const Tile& t, const CausalEdge& edge, const WeightsScratch<V>& s) {
+void add_weights(const Tile& t, const TileEdge& edge, const WeightsScratch<V>& s) {
   const auto *probabilities = s.probabilities + t.key_begin * t.lanes, *factor = s.tile_factor;
   auto* sum = s.sum + t.key_begin * t.lanes;
   const int64_t lanes = t.lanes, key_count = t.key_count;
   for (int64_t k = 0; k < key_count; ++k, probabilities += lanes, sum += lanes) {
-    const int64_t seen = first_vector<V>(edge, k, lanes);
-    for (int64_t c = 0; kFirst && c < seen; c += V::kWidth) V::store(sum + c, V::zero());
-    for (int64_t c = seen; c < lanes; c += V::kWidth) {
+    for (int64_t c = 0; c < lanes; c += V::kWidth) {
+      if (!edge.keys_seen<V>(t, c).holds(k)) {
+        if (kFirst) V::store(sum + c, V::zero());
+        continue;
+      }
       const auto weight = V::load(probabilities + c) * V::load(factor + c);
       V::store(sum + c, kFirst ? weight : V::load(sum + c) + weight);
     }
