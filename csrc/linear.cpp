@@ -20,13 +20,13 @@ using torch::autograd::variable_list;
 
 at::Tensor flat_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
-class LargeLinear : public torch::autograd::Function<LargeLinear> {
+class FastLinear : public torch::autograd::Function<FastLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
                             const OptionalTensor& bias) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->save_for_backward({input, weight, bias.value_or(at::Tensor())});
-    return cpu::large_linear(input, weight, bias);
+    return cpu::fast_linear(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -63,10 +63,10 @@ bool runs_on_cpu_alone(at::ArrayRef<at::Tensor> tensors) {
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const std::array<at::Tensor, 3> tensors{input, weight, bias};
-  if (!runs_on_cpu_alone(tensors) || !cpu::is_large(input, weight)) {
+  if (!runs_on_cpu_alone(tensors) || !cpu::has_fast_linear(input, weight, to_optional(bias))) {
     return at::linear(input, weight, to_optional(bias));
   }
-  return LargeLinear::apply(input, weight, to_optional(bias));
+  return FastLinear::apply(input, weight, to_optional(bias));
 }
 
 }  // namespace mha_ext

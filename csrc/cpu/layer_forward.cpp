@@ -43,46 +43,10 @@ at::Tensor heads_of(const LayerArguments& a, const at::Tensor& buffer, const Hea
                                            rows.first * head_dim);
 }
 
-// Up to here our product takes less time than the library's (MKL on AMD has no wide vectors for one row): a whole layer
-// of E = 128 saves 2.5 of 11.6 us at 1 row, 4 of 17 at 2, 3 of 31 at 6, nothing at 8 (Zen 4, one thread). Rows of
-// weights that lie 4 KiB apart fall into the same sets of the first-level cache, where the few rows would have to find
-// them.
-constexpr int64_t kFewRows = 6;
-constexpr int64_t kShortRowBytes = 2048;
-
-bool is_small(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
-  const at::ScalarType type = input.scalar_type();
-  return input.size(0) * input.size(1) <= kFewRows && (type == at::kFloat || type == at::kDouble) &&
-         input.size(2) * input.element_size() <= kShortRowBytes && weight.stride(1) == 1 &&
-         (!bias.has_value() || bias->stride(0) == 1);
-}
-
-at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
-  const int64_t columns = weight.size(0);
-  const at::Tensor out = at::empty({input.size(0), input.size(1), columns}, input.options());
-  kernels::LinearRows p;
-  p.input = input.const_data_ptr();
-  p.weight = weight.const_data_ptr();
-  p.bias = bias.has_value() ? bias->const_data_ptr() : nullptr;
-  p.out = out.mutable_data_ptr();
-  p.rows = input.size(0) * input.size(1);
-  p.depth = input.size(2);
-  p.input_stride = p.depth, p.weight_stride = weight.stride(0), p.out_stride = columns;
-  const kernels::KernelTable& kernel = kernels_for(input.scalar_type());
-  const int64_t step = kernel.vector_width;
-  const double work = static_cast<double>(p.rows) * static_cast<double>(p.depth * step);
-  parallel_units(divide_up(columns, step), work, 0, [&](int64_t unit, void*) {
-    kernel.linear_rows(p, unit * step, std::min((unit + 1) * step, columns));
-  });
-  return out;
-}
-
 // at::linear of (B, T, E), without its views.
 at::Tensor linear_map(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
-  if (is_large(input, weight)) return large_linear(input, weight, bias);
-  if (!input.is_contiguous()) return at::linear(input, weight, bias);
-  if (is_small(input, weight, bias)) return few_rows(input, weight, bias);
-  if (!bias.has_value()) return at::linear(input, weight, bias);
+  if (has_fast_linear(input, weight, bias)) return fast_linear(input, weight, bias);
+  if (!input.is_contiguous() || !bias.has_value()) return at::linear(input, weight, bias);
   const int64_t width = input.size(2);
   const at::Tensor rows = at::native::as_strided_tensorimpl(input, {input.size(0) * input.size(1), width}, {width, 1});
   const at::Tensor turned =

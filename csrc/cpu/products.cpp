@@ -4,6 +4,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/mm.h>
 
+#include "short_linear.h"
+
 namespace mha_ext::cpu {
 namespace {
 
@@ -37,8 +39,6 @@ const std::optional<c10::TypedOperatorHandle<OneDnnLinear>>& onednn() {
   return op;
 }
 
-}  // namespace
-
 bool is_large(const at::Tensor& input, const at::Tensor& weight) {
   const int64_t columns = weight.size(0), depth = weight.size(1);
   return input.numel() >= kLeastRows * depth && input.numel() * columns >= kLeastSize &&
@@ -46,15 +46,32 @@ bool is_large(const at::Tensor& input, const at::Tensor& weight) {
          onednn().has_value();
 }
 
-at::Tensor large_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  // oneDNN's product does not look at the stride of a bias.
+// The bias is contiguous: oneDNN's product does not look at its stride.
+at::Tensor onednn_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  return onednn()->call(input, weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+bool fit(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (input.dim() < 2 || weight.dim() != 2 || input.size(-1) != weight.size(1)) return false;
+  if (input.scalar_type() != weight.scalar_type()) return false;
+  return !bias.has_value() ||
+         (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->scalar_type() == weight.scalar_type());
+}
+
+}  // namespace
+
+bool has_fast_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  return fit(input, weight, bias) && (is_short(input, weight) || is_large(input, weight));
+}
+
+at::Tensor fast_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   const std::optional<at::Tensor> dense_bias = bias.has_value() ? std::optional(bias->contiguous()) : std::nullopt;
-  return onednn()->call(input, weight, dense_bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  return is_short(input, weight) ? short_linear(input, weight, dense_bias) : onednn_linear(input, weight, dense_bias);
 }
 
 at::Tensor product(const at::Tensor& left, const at::Tensor& right) {
   const at::Tensor turned = right.t();
-  return is_large(left, turned) ? large_linear(left, turned, std::nullopt) : at::mm(left, right);
+  return is_large(left, turned) ? onednn_linear(left, turned, std::nullopt) : at::mm(left, right);
 }
 
 }  // namespace mha_ext::cpu

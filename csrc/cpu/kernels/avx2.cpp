@@ -11,7 +11,7 @@ struct Avx2;
 
 template <>
 struct Avx2<float> : Simd<float, 32> {
-  static constexpr int kGemmRows = 4, kGemmCols = 3, kFewSixteenths = 16;
+  static constexpr int kGemmRows = 4, kGemmCols = 3, kFewSixteenths = 16, kLinearRows = 32;
   static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
     return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
   }
@@ -26,7 +26,7 @@ struct Avx2<float> : Simd<float, 32> {
 
 template <>
 struct Avx2<double> : Simd<double, 32> {
-  static constexpr int kGemmRows = 4, kGemmCols = 3, kFewSixteenths = 12;
+  static constexpr int kGemmRows = 4, kGemmCols = 3, kFewSixteenths = 12, kLinearRows = 32;
   static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
     return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi64(_mm_loadu_si32(p)));
   }

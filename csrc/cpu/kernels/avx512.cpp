@@ -13,7 +13,7 @@ struct Avx512;
 
 template <>
 struct Avx512<float> : Simd<float, 64> {
-  static constexpr int kGemmRows = 8, kGemmCols = 3, kFewSixteenths = 9;
+  static constexpr int kGemmRows = 8, kGemmCols = 3, kFewSixteenths = 9, kLinearRows = 128;
   static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
     return reinterpret_cast<IntVec>(
         _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -32,7 +32,7 @@ struct Avx512<float> : Simd<float, 64> {
 
 template <>
 struct Avx512<double> : Simd<double, 64> {
-  static constexpr int kGemmRows = 8, kGemmCols = 3, kFewSixteenths = 12;
+  static constexpr int kGemmRows = 8, kGemmCols = 3, kFewSixteenths = 12, kLinearRows = 128;
   static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
     return reinterpret_cast<IntVec>(
         _mm512_maskz_cvtepi8_epi64(0xff, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));

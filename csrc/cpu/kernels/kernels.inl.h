@@ -6,6 +6,7 @@
 #include "few_queries.inl.h"
 #include "forward_tile.inl.h"
 #include "kernel_table.h"
+#include "linear_columns.inl.h"
 #include "linear_rows.inl.h"
 #include "weights_tile.inl.h"
 
@@ -31,7 +32,11 @@ constexpr KernelTable kernel_table() {
   table.mask_gradient_scratch_bytes = mask_gradient_scratch_bytes<V>;
   table.weights_block = weights_block<V>;
   table.weights_scratch_bytes = weights_scratch_bytes<V>;
+  table.most_linear_rows = V::kLinearRows;
   table.linear_rows = linear_rows<V>;
+  table.turn_linear_input = turn_linear_input<V>;
+  table.linear_columns = linear_columns<V>;
+  table.linear_scratch_bytes = linear_scratch_bytes<V>;
   table.map_mask_rows = map_mask_rows<V>;
   table.vector_width = V::kWidth;
   return table;

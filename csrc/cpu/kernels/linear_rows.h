@@ -16,4 +16,7 @@ struct LinearRows {
   int64_t input_stride = 0, weight_stride = 0, out_stride = 0;
 };
 
+// Terms or outputs that a call about many rows takes at once.
+constexpr int64_t kLinearBlock = 64;
+
 }  // namespace mha_ext::kernels

@@ -4,8 +4,10 @@
 //   ByRow     A(m, k) = a[m * lda + k]     S^T = K Q^T, dP^T = V dO^T, dV = P^T dO, dK = dS^T Q
 //   ByColumn  A(m, k) = a[k * lda + m]     O^T = V^T P^T, dQ^T = K^T dS^T
 // Sums are made in pieces of kPartialSum terms, which then join C one by one: in float32 one chain of T additions would
-// round off up to three times as much as the library's products do, and this costs 1 to 2 %.
-// The register-blocked inner loop follows Goto & van de Geijn (2008), with the packing of A left out: a tile is small
+// round off up to three times as much as the library's products do. Pieces of 64 are 3 to 4 % faster, but then
+// gradients are less exact than PyTorch's; whole sums in registers (blocks of 4 rows) make forward 3 % faster and
+// causal backward as much slower. Linear maps, whose chains are short beside the library's, take longer pieces. The
+// register-blocked inner loop follows Goto & van de Geijn (2008), with the packing of A left out: a tile is small
 // enough to be read from cache as it lies.
 #pragma once
 
@@ -18,7 +20,10 @@ enum class Lhs { ByRow, ByColumn };
 enum class Start { Zero, Add, Scale };  // what C holds before: nothing, a sum to add to, a sum to scale lane-wise first
 
 constexpr int64_t kPartialSum = 32;
-MHA_EXT_INLINE int64_t partial_sum_end(int64_t k) { return (k / kPartialSum + 1) * kPartialSum; }
+template <int64_t kTerms = kPartialSum>
+MHA_EXT_INLINE int64_t partial_sum_end(int64_t k) {
+  return (k / kTerms + 1) * kTerms;
+}
 
 template <typename Scalar>
 struct GemmOperands {
@@ -33,7 +38,7 @@ struct GemmOperands {
   int64_t begin = 0;               // the first k
 };
 
-template <class V, Lhs kLhs, Start kStart, int R, int kCols>
+template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int R, int kCols>
 MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_t row, int64_t col) {
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
@@ -42,7 +47,7 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
   const Scalar* b = g.b + col + k * g.ldb;
   const Scalar* a = kLhs == Lhs::ByRow ? g.a + row * g.lda + k : g.a + row + k * g.lda;
   do {
-    const int64_t end = min_of(partial_sum_end(k), g.depth);
+    const int64_t end = min_of(partial_sum_end<kTerms>(k), g.depth);
     const bool first = k == g.begin;
     Vec acc[R][kCols];
 #pragma GCC unroll 16
@@ -80,22 +85,23 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
 }
 
 // Rows [0, rows) of kCols vectors of columns, kRows at a time and the last ones by halves.
-template <class V, Lhs kLhs, Start kStart, int kRows, int kCols>
+template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int kRows, int kCols>
 __attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
   int64_t row = 0;
-  for (; row + kRows <= rows; row += kRows) gemm_block<V, kLhs, kStart, kRows, kCols>(g, row, col);
+  for (; row + kRows <= rows; row += kRows) gemm_block<V, kLhs, kStart, kTerms, kRows, kCols>(g, row, col);
   if constexpr (kRows > 4) {
-    if (row + 4 <= rows) gemm_block<V, kLhs, kStart, 4, kCols>(g, row, col), row += 4;
+    if (row + 4 <= rows) gemm_block<V, kLhs, kStart, kTerms, 4, kCols>(g, row, col), row += 4;
   }
   if constexpr (kLhs == Lhs::ByRow) {
-    if (row + 2 <= rows) gemm_block<V, kLhs, kStart, 2, kCols>(g, row, col), row += 2;
-    if (row < rows) gemm_block<V, kLhs, kStart, 1, kCols>(g, row, col);
+    if (row + 2 <= rows) gemm_block<V, kLhs, kStart, kTerms, 2, kCols>(g, row, col), row += 2;
+    if (row < rows) gemm_block<V, kLhs, kStart, kTerms, 1, kCols>(g, row, col);
   }
 }
 
 // rows: any number ByRow, else a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels
 // of at most kGemmCols vectors, as even as they come (4 vectors at most 3 wide run as 2 + 2).
-template <class V, Lhs kLhs, Start kStart>
+// Pieces have kTerms terms.
+template <class V, Lhs kLhs, Start kStart, int64_t kTerms = kPartialSum>
 void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols) {
   static_assert(V::kGemmCols == 2 || V::kGemmCols == 3, "panels of one to three vectors");
   int64_t left = cols / V::kWidth;
@@ -105,11 +111,11 @@ void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols)
     const int64_t width = (left + panels - 1) / panels;
     if (width == 1) {
       // Eight rows at a time, on every instruction set: fewer sums would wait for one another.
-      gemm_panel<V, kLhs, kStart, 8, 1>(g, rows, col);
+      gemm_panel<V, kLhs, kStart, kTerms, 8, 1>(g, rows, col);
     } else if (width == 2) {
-      gemm_panel<V, kLhs, kStart, V::kGemmRows, 2>(g, rows, col);
+      gemm_panel<V, kLhs, kStart, kTerms, V::kGemmRows, 2>(g, rows, col);
     } else {
-      gemm_panel<V, kLhs, kStart, V::kGemmRows, V::kGemmCols>(g, rows, col);
+      gemm_panel<V, kLhs, kStart, kTerms, V::kGemmRows, V::kGemmCols>(g, rows, col);
     }
     col += width * V::kWidth;
     left -= width;

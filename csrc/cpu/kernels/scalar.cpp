@@ -9,14 +9,14 @@ struct Portable;
 
 template <>
 struct Portable<float> : Simd<float, 16> {
-  static constexpr int kGemmRows = 4, kGemmCols = 2, kFewSixteenths = 16;
+  static constexpr int kGemmRows = 4, kGemmCols = 2, kFewSixteenths = 16, kLinearRows = 8;
   static MHA_EXT_INLINE Vec interleave_low(Vec a, Vec b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
   static MHA_EXT_INLINE Vec interleave_high(Vec a, Vec b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
 };
 
 template <>
 struct Portable<double> : Simd<double, 16> {
-  static constexpr int kGemmRows = 4, kGemmCols = 2, kFewSixteenths = 16;
+  static constexpr int kGemmRows = 4, kGemmCols = 2, kFewSixteenths = 16, kLinearRows = 8;
   static MHA_EXT_INLINE Vec interleave_low(Vec a, Vec b) { return __builtin_shufflevector(a, b, 0, 2); }
   static MHA_EXT_INLINE Vec interleave_high(Vec a, Vec b) { return __builtin_shufflevector(a, b, 1, 3); }
 };

@@ -1,0 +1,15 @@
+// Linear maps of up to some hundred rows, by kernels of our own.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace mha_ext::cpu {
+
+// Whether short_linear is faster than the libraries for `input` (..., K) and `weight` (N, K) on this processor. Both
+// are dense CPU tensors of one dtype.
+bool is_short(const at::Tensor& input, const at::Tensor& weight);
+
+// input @ weight^T + bias, which is contiguous.
+at::Tensor short_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+}  // namespace mha_ext::cpu
