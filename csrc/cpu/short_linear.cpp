@@ -45,17 +45,31 @@ void in_pieces(int64_t count, int64_t piece, int64_t work, size_t scratch_bytes,
                  [&](int64_t unit, void* scratch) { run(unit * piece, std::min((unit + 1) * piece, count), scratch); });
 }
 
-void run_in_columns(const kernels::KernelTable& kernel, const kernels::LinearRows& p, int64_t columns,
+// The last rows would leave most lanes of a vector empty: up to half of them, they go to linear_rows while the weights
+// are at hand.
+kernels::LinearRows split_last_rows(kernels::LinearRows& p, int64_t width, int64_t element) {
+  kernels::LinearRows last = p;
+  last.rows = p.rows % width <= width / 2 ? p.rows % width : 0;
+  p.rows -= last.rows;
+  last.input = static_cast<const char*>(p.input) + p.rows * p.input_stride * element;
+  last.out = static_cast<char*>(p.out) + p.rows * p.out_stride * element;
+  return last;
+}
+
+void run_in_columns(const kernels::KernelTable& kernel, kernels::LinearRows p, int64_t columns,
                     const at::TensorOptions& options) {
   const int64_t width = kernel.vector_width, block = kernels::kLinearBlock;
+  const kernels::LinearRows last = split_last_rows(p, width, static_cast<int64_t>(options.dtype().itemsize()));
   const at::Tensor turned = at::empty({divide_up(p.depth, width) * width, divide_up(p.rows, width) * width}, options);
   void* input = turned.mutable_data_ptr();
   const size_t scratch_bytes = kernel.linear_scratch_bytes(p);
   in_pieces(p.depth, block, p.rows, scratch_bytes, [&](int64_t begin, int64_t end, void* scratch) {
     kernel.turn_linear_input(p, begin, end, input, scratch);
   });
-  in_pieces(columns, block, p.rows * p.depth, scratch_bytes,
-            [&](int64_t begin, int64_t end, void* scratch) { kernel.linear_columns(p, input, begin, end, scratch); });
+  in_pieces(columns, block, p.rows * p.depth, scratch_bytes, [&](int64_t begin, int64_t end, void* scratch) {
+    kernel.linear_columns(p, input, begin, end, scratch);
+    kernel.linear_rows(last, begin, end);
+  });
 }
 
 }  // namespace
