@@ -33,13 +33,14 @@ class FastLinear : public torch::autograd::Function<FastLinear> {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &input = saved[0], &weight = saved[1], grad = flat_rows(grads[0]);
     const auto wanted = wanted_gradients<3>(context, {input, weight, saved[2]});
+    const std::array<at::Tensor, 3> factors{grad, weight, input};
+    const bool on_cpu = !at::GradMode::is_enabled() && runs_on_cpu_alone(factors);
     variable_list result(3);
-    if (wanted[0]) {
-      const std::array<at::Tensor, 2> factors{grad, weight};
-      const bool to_library = !at::GradMode::is_enabled() && runs_on_cpu_alone(factors);
-      result[0] = (to_library ? cpu::product(grad, weight) : at::mm(grad, weight)).reshape(input.sizes());
+    if (wanted[0]) result[0] = (on_cpu ? cpu::product(grad, weight) : at::mm(grad, weight)).reshape(input.sizes());
+    if (wanted[1]) {
+      const at::Tensor rows = flat_rows(input);
+      result[1] = on_cpu ? cpu::transposed_product(grad, rows) : at::mm(grad.t(), rows);
     }
-    if (wanted[1]) result[1] = at::mm(grad.t(), flat_rows(input));
     if (wanted[2]) result[2] = grad.sum(0);
     return result;
   }

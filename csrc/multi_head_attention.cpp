@@ -189,10 +189,14 @@ JoinedGradients joined_in_place(const LayerArguments& a, const AttentionArgument
 struct Composed {
   static constexpr auto joined = joined_copies;
   static at::Tensor product(const at::Tensor& left, const at::Tensor& right) { return at::mm(left, right); }
+  static at::Tensor transposed_product(const at::Tensor& left, const at::Tensor& right) {
+    return at::mm(left.t(), right);
+  }
 };
 struct OnCpu {
   static constexpr auto joined = joined_in_place;
   static constexpr auto product = cpu::product;
+  static constexpr auto transposed_product = cpu::transposed_product;
 };
 
 // grads[i] belongs to projections(a)[i]: (rows, its width), undefined when nobody needs it. Fills the first five.
@@ -208,7 +212,7 @@ void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>
       const at::Tensor product = Way::product(grads[i], rows_of(a, a.in_proj_weight, products[i].rows));
       result[i] = product.unflatten_symint(0, {input.sym_size(0), input.sym_size(1)});
     }
-    if (wanted[3]) weight_parts.push_back(at::mm(grads[i].t(), flat_rows(input)));
+    if (wanted[3]) weight_parts.push_back(Way::transposed_product(grads[i], flat_rows(input)));
     if (wanted[4]) bias_parts.push_back(grads[i].sum(0));
   }
   if (wanted[3]) result[3] = side_by_side(weight_parts, 0);
@@ -238,7 +242,7 @@ LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c)
   const auto wanted = existing_gradients(a, c.output_mask);
   std::array<at::Tensor, kNumLayerGradients> result;
   const at::Tensor grad_out = flat_rows(c.grad_out);
-  if (wanted[5]) result[5] = at::mm(grad_out.t(), flat_rows(c.state.context));
+  if (wanted[5]) result[5] = Way::transposed_product(grad_out, flat_rows(c.state.context));
   if (wanted[6]) result[6] = grad_out.sum(0);
   const std::array<bool, 5> needed = attention_mask(a, wanted);
   if (std::find(needed.begin(), needed.end(), true) != needed.end()) {

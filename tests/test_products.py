@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from switches import threads
-from tolerances import assert_within
+from switches import cpu_capability, threads
+from tolerances import assert_within, roundoff
 from torch import Tensor
 
 import mha_ext
@@ -25,10 +25,9 @@ def problem(dtype: torch.dtype = torch.float32, rows: int = 160) -> tuple[mha_ex
     return layer, torch.randn(2, rows // 2, EMBED, dtype=dtype)
 
 
-def results(need_weights: bool, dtype: torch.dtype, rows: int) -> list[Tensor]:
-    """Output, weights if wanted, and gradients of input and parameters, of the same numbers in every dtype."""
-    layer, x = problem(rows=rows)
-    layer, x = layer.to(dtype), x.to(dtype).requires_grad_()
+def results(layer: torch.nn.Module, x: Tensor, need_weights: bool) -> list[Tensor]:
+    """Output, weights if wanted, and gradients of input and parameters."""
+    x = x.detach().requires_grad_()
     out, weights = layer(x, x, x, need_weights=need_weights)
     loss = out.square().sum() + (0.0 if weights is None else weights.square().sum())
     gradients = torch.autograd.grad(loss, [x, *layer.parameters()])
@@ -37,14 +36,20 @@ def results(need_weights: bool, dtype: torch.dtype, rows: int) -> list[Tensor]:
 
 @ROWS
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_training_against_float64(need_weights: bool, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("capability", mha_ext.available_cpu_capabilities())
+def test_training_against_float64(capability: str, dtype: torch.dtype, need_weights: bool, rows: int) -> None:
     """Errors grow with the square root of the longest sum, of 768 terms; the layer has four products in a row, and the
-    gradients as many again: 8 * sqrt(768) roundings of 2^-24 relative to the largest value."""
-    for found, want in zip(
-        results(need_weights, torch.float32, rows), results(need_weights, torch.float64, rows), strict=True
-    ):
-        limit = 8 * 768**0.5 * 2**-24 * float(want.abs().max())
-        assert float((found.double() - want).abs().max()) <= limit
+    gradients as many again: 8 * sqrt(768) roundings relative to the largest value, and those of the oracle."""
+    layer, x = problem(dtype, rows)
+    oracle = torch.nn.MultiheadAttention(EMBED, 4, batch_first=True, dtype=torch.float64)
+    oracle.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    wanted = results(oracle, x.double(), need_weights)
+    with cpu_capability(capability):
+        found = results(layer, x, need_weights)
+    for ours, want in zip(found, wanted, strict=True):
+        limit = 8 * 768**0.5 * (roundoff(dtype) + roundoff(torch.float64)) * float(want.abs().max())
+        assert_within(ours, want, limit)
 
 
 @ROWS

@@ -74,4 +74,8 @@ at::Tensor product(const at::Tensor& left, const at::Tensor& right) {
   return is_large(left, turned) ? onednn_linear(left, turned, std::nullopt) : at::mm(left, right);
 }
 
+at::Tensor transposed_product(const at::Tensor& left, const at::Tensor& right) {
+  return is_short_sum(left, right) ? sum_of_rows(left, right) : at::mm(left.t(), right);
+}
+
 }  // namespace mha_ext::cpu

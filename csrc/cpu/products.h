@@ -16,4 +16,7 @@ at::Tensor fast_linear(const at::Tensor& input, const at::Tensor& weight, const 
 // left @ right, (M, K) and (K, N), of any size.
 at::Tensor product(const at::Tensor& left, const at::Tensor& right);
 
+// left^T @ right, (M, N) and (M, K), of any size.
+at::Tensor transposed_product(const at::Tensor& left, const at::Tensor& right);
+
 }  // namespace mha_ext::cpu

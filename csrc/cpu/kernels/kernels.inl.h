@@ -37,6 +37,7 @@ constexpr KernelTable kernel_table() {
   table.turn_linear_input = turn_linear_input<V>;
   table.linear_columns = linear_columns<V>;
   table.linear_scratch_bytes = linear_scratch_bytes<V>;
+  table.sum_of_rows = sum_of_rows<V>;
   table.map_mask_rows = map_mask_rows<V>;
   table.vector_width = V::kWidth;
   return table;

@@ -74,5 +74,15 @@ void linear_columns(const LinearRows& p, const void* columns, int64_t begin, int
                    lanes, count, s.sums, s.rows, round_up(count, V::kWidth), Unchanged());
 }
 
+// The factors are as they should lie: left is read one scalar at a time, lanes run along right.
+template <class V>
+void sum_of_rows(const SumOfRows& p, int64_t begin) {
+  using Scalar = typename V::Scalar;
+  const auto *left = static_cast<const Scalar*>(p.left) + begin, *right = static_cast<const Scalar*>(p.right);
+  auto* out = static_cast<Scalar*>(p.out) + begin * p.width;
+  gemm<V, Lhs::ByColumn, Start::Zero, kLinearDepth>({left, p.left_stride, right, p.right_stride, out, p.width, p.rows},
+                                                    kLinearBlock, p.width);
+}
+
 }  // namespace
 }  // namespace mha_ext::kernels

@@ -16,6 +16,16 @@ struct LinearRows {
   int64_t input_stride = 0, weight_stride = 0, out_stride = 0;
 };
 
+// out[n][k] = sum_m left[m][n] * right[m][k]: the gradient of a linear map's weight. Everything in the compute type and
+// with unit strides along the last axis; n in whole blocks of kLinearBlock, k in whole vectors.
+struct SumOfRows {
+  const void* left = nullptr;
+  const void* right = nullptr;
+  void* out = nullptr;
+  int64_t rows = 0, width = 0;  // of m and k
+  int64_t left_stride = 0, right_stride = 0;
+};
+
 // Terms or outputs that a call about many rows takes at once.
 constexpr int64_t kLinearBlock = 64;
 
