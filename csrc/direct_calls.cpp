@@ -12,6 +12,7 @@
 #include <array>
 
 #include "composite.h"
+#include "linear.h"
 
 namespace mha_ext {
 namespace {
@@ -175,17 +176,37 @@ PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count("linear", 3, count);
+  Reader reader(arguments);
+  std::array<at::Tensor, 3> tensors;
+  for (at::Tensor& tensor : tensors) reader.read(tensor);
+  const auto& [input, weight, bias] = tensors;
+  if (is_watched_in_python() || !reader.ok || !input.defined() || !weight.defined()) Py_RETURN_NONE;
+  std::optional<at::Tensor> out;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    out = fast_linear(input, weight, bias);
+  }
+  if (!out.has_value()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(*out));
+  END_HANDLE_TH_ERRORS
+}
+
 template <typename Function>
 PyMethodDef method(const char* name, Function* function, const char* doc) {
   // The cast through void(*)() is that of Python's documentation.
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, doc};
 }
 
-std::array<PyMethodDef, 4> methods{
+std::array<PyMethodDef, 5> methods{
     {method("attention", attention, "The operator's output, or None: torch.ops has to be asked."),
      method("multi_head_attention", multi_head_attention, "The operator's output, or None: torch.ops has to be asked."),
      method("multi_head_attention_with_weights", multi_head_attention_with_weights,
             "Output and weights of the layer's steps, or None: they have to be taken one by one."),
+     method("linear", linear,
+            "The linear map by a product of its own, or None: torch.nn.functional.linear has to do it."),
      {nullptr, nullptr, 0, nullptr}}};
 
 }  // namespace

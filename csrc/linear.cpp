@@ -62,12 +62,15 @@ bool runs_on_cpu_alone(at::ArrayRef<at::Tensor> tensors) {
          std::all_of(tensors.begin(), tensors.end(), is_plain);
 }
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+std::optional<at::Tensor> fast_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const std::array<at::Tensor, 3> tensors{input, weight, bias};
-  if (!runs_on_cpu_alone(tensors) || !cpu::has_fast_linear(input, weight, to_optional(bias))) {
-    return at::linear(input, weight, to_optional(bias));
-  }
+  if (!runs_on_cpu_alone(tensors) || !cpu::has_fast_linear(input, weight, to_optional(bias))) return std::nullopt;
   return FastLinear::apply(input, weight, to_optional(bias));
+}
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  const std::optional<at::Tensor> out = fast_linear(input, weight, bias);
+  return out.has_value() ? *out : at::linear(input, weight, to_optional(bias));
 }
 
 }  // namespace mha_ext

@@ -10,6 +10,9 @@ namespace mha_ext {
 // autograd has a say in it (no transform, tangent, autocast or dispatch mode).
 bool runs_on_cpu_alone(at::ArrayRef<at::Tensor> tensors);
 
+// The same as `linear`, where there is a faster product for it.
+std::optional<at::Tensor> fast_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
+
 // input (..., K) @ weight (N, K)^T + bias (N) or undefined; differentiable any number of times.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 

@@ -20,3 +20,6 @@ def multi_head_attention_with_weights(*arguments: Any) -> tuple[Tensor, Tensor] 
 # Query, key, value and causal, by position and as the operator takes them, with as many heads each; the output, or None
 # where torch.ops has to be called instead.
 def attention(*arguments: Any) -> Tensor | None: ...
+
+# torch.nn.functional.linear of input, weight and bias, by position; None where that has to be called instead.
+def linear(*arguments: Any) -> Tensor | None: ...

@@ -23,6 +23,7 @@ __all__ = [
     "draw_seed",
     "layer_directly",
     "layer_with_weights_directly",
+    "linear_directly",
     "multi_head_attention",
     "multi_head_attention_backward",
     "operators",
@@ -68,6 +69,7 @@ def _load() -> None:
 _load()
 # Called by position, or not at all: they give None where the operators have to be called, or refuse the arguments.
 from mha_ext._C import attention as attention_directly  # noqa: E402
+from mha_ext._C import linear as linear_directly  # noqa: E402
 from mha_ext._C import multi_head_attention as layer_directly  # noqa: E402
 from mha_ext._C import multi_head_attention_with_weights as layer_with_weights_directly  # noqa: E402
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mha_ext import _ops, axes, checks, errors, layer, masks, parameters, unused_rows
@@ -316,7 +315,7 @@ def multi_head_attention_forward(
         k, v = (x if given is None else given for x, given in zip((k, v), static, strict=True))
         k, v, appended = layer.append_keys(k, v, bias_k, bias_v, add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, appended, batch_first=False)
-        return F.linear(context, out_proj_weight, out_proj_bias), attention_weights
+        return layer.linear(context, out_proj_weight, out_proj_bias), attention_weights
 
     situation = unused_rows.Situation(options, appends, False, fused)
     out, attention_weights = unused_rows.run_without_unused_rows(compute, inputs, situation)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mha_ext import _ops, checks, errors, masks
+from mha_ext import _ops, checks, errors, masks, plain
 
 __all__ = [
     "Options",
@@ -20,6 +20,8 @@ __all__ = [
     "append_keys",
     "attend",
     "fused",
+    "linear",
+    "output",
     "project",
     "resolve",
     "shared_inputs",
@@ -77,6 +79,20 @@ def shared_inputs(query: Tensor, key: Tensor, value: Tensor) -> int:
     return 2 if query is key else 1
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``torch.nn.functional.linear``, by the product that the layer's operator takes, so that both give the same."""
+    out: Tensor | None = None if torch.compiler.is_compiling() else _ops.linear_directly(x, weight, bias)
+    return F.linear(x, weight, bias) if out is None else out
+
+
+def output(out_proj: nn.Linear, context: Tensor) -> Tensor:
+    """The module's answer, which for a plain linear map is ``linear``'s."""
+    if torch.compiler.is_compiling() or not plain.is_linear(out_proj):
+        answer: Tensor = out_proj(context)
+        return answer
+    return linear(context, out_proj.weight, out_proj.bias)
+
+
 def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
     """``(B, T, H D)`` or ``(T, B, H D)`` as a ``(B, H, T, D)`` view."""
     first, second, width = x.shape
@@ -116,7 +132,7 @@ def _project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tup
     counts = (num_heads, num_kv_heads, num_kv_heads)
     shared = shared_inputs(*inputs)
     if shared == 2:
-        q, k, v = _split_heads(F.linear(inputs[0], weight, bias), sum(counts), batch_first).split_with_sizes(counts, 1)
+        q, k, v = _split_heads(linear(inputs[0], weight, bias), sum(counts), batch_first).split_with_sizes(counts, 1)
         return q, k, v
     head_dim = weight.shape[0] // sum(counts)
     groups = (num_heads, 2 * num_kv_heads) if shared == 1 else counts
@@ -125,8 +141,8 @@ def _project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tup
     biases = (None,) * len(rows) if bias is None else bias.split_with_sizes(rows)
     if shared == 0:
         return _project_separate(inputs, weights, biases, heads, batch_first)
-    q = _split_heads(F.linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
-    k, v = _split_heads(F.linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(
+    q = _split_heads(linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
+    k, v = _split_heads(linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(
         counts[1:], 1
     )
     return q, k, v
@@ -145,7 +161,7 @@ def _project_separate(
         ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
     """
     q, k, v = (
-        _split_heads(F.linear(x, weight, bias), num_heads, batch_first)
+        _split_heads(linear(x, weight, bias), num_heads, batch_first)
         for x, weight, bias, num_heads in zip(inputs, weights, biases, (heads[0], heads[1], heads[1]), strict=True)
     )
     return q, k, v

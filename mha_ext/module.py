@@ -365,7 +365,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         appended: tuple[Tensor | None, Tensor | None],
         options: layer.Options,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer step by step, calling ``out_proj`` as the module that it is."""
+        """The layer step by step, calling ``out_proj`` as the module that it is where it is not plain."""
         (weights, bias), (bias_k, bias_v), batch_first = projections, appended, bool(self.batch_first)
         heads = self._heads(weights)
         parameters.both_or_none(_WHERE, ("bias_k", "bias_v"), (bias_k, bias_v))
@@ -373,7 +373,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = layer.project(inputs, weights, bias, heads, batch_first)
         k, v, count = layer.append_keys(k, v, bias_k, bias_v, self.add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, count, batch_first)
-        return self.out_proj(context), attention_weights
+        return layer.output(self.out_proj, context), attention_weights
 
     def _attend_nested(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         """The layer on nested inputs: padded, masked, and the output given back with query's lengths."""

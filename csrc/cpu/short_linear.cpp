@@ -81,7 +81,7 @@ void run_in_columns(const kernels::KernelTable& kernel, kernels::LinearRows p, i
 bool is_short(const at::Tensor& input, const at::Tensor& weight) {
   const at::ScalarType type = input.scalar_type();
   if ((type != at::kFloat && type != at::kDouble) || input.dim() < 2 || input.numel() == 0) return false;
-  return row_count(input) <= most_rows(kernels_for(type)) && input.is_contiguous() && weight.stride(1) == 1;
+  return row_count(input) <= most_rows(kernels_for(type)) && weight.stride(1) == 1;
 }
 
 at::Tensor short_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
@@ -90,7 +90,8 @@ at::Tensor short_linear(const at::Tensor& input, const at::Tensor& weight, const
   sizes.back() = columns;
   const at::Tensor out = at::empty(sizes, input.options());
   const kernels::KernelTable& kernel = kernels_for(input.scalar_type());
-  const kernels::LinearRows p = bind(input, weight, bias, out);
+  const at::Tensor rows = input.contiguous();  // costs nothing beside the product, where it copies
+  const kernels::LinearRows p = bind(rows, weight, bias, out);
   if (p.rows <= kFewRows) {
     in_pieces(columns, kernel.vector_width, p.rows * p.depth, 0,
               [&](int64_t begin, int64_t end, void*) { kernel.linear_rows(p, begin, end); });
