@@ -311,8 +311,8 @@ def test_dynamic_quantization_leaves_an_ordinary_layer_alone() -> None:
 def test_what_cannot_be_quantized_is_refused() -> None:
     """The original's quantizable twin takes exactly the original; quantized inputs are named.
 
-    An observed ``out_proj`` is called as a module, whose product may add in another order: two sums of EMBED terms, each
-    below 1 (weights below 1 / sqrt(EMBED), values of a few units).
+    An observed ``out_proj`` is called as a module, whose product may add in another order: two sums of EMBED terms,
+    each below 1 (weights below 1 / sqrt(EMBED), values of a few units).
     """
     twin = torch.ao.nn.quantizable.MultiheadAttention
     model = quantizable()
