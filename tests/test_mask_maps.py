@@ -36,3 +36,33 @@ def test_blocks_that_are_hidden_shown_or_mixed(
     problem.attn_mask = mixed.mT.contiguous().mT if transposed else mixed
     with cpu_capability(capability):
         check(problem)
+
+
+@pytest.mark.parametrize("capability", mha_ext.available_cpu_capabilities())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "length"), [((0, 0), 130), ((5, 40), 200), ((100, 20), 333)])
+@pytest.mark.parametrize("first_keys", [0, 10])
+def test_a_mask_of_one_head_gives_the_bits_of_a_shared_one(
+    window: tuple[int, int], length: int, first_keys: int, causal: bool, dtype: torch.dtype, capability: str
+) -> None:
+    """A map is made for a mask that several heads share; leaving pairs out by it changes no sum.
+
+    With some first keys that all see, there are sums to rescale where a tile's first keys are left out.
+    """
+    torch.manual_seed(0)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    mask = (distance <= window[0]) & (distance >= -window[1]) | (torch.arange(length) < first_keys)
+    query, key, value = (torch.randn(1, 4, length, 24, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(1, 4, length, 24, dtype=dtype)
+
+    def results(heads: slice) -> list[torch.Tensor]:
+        parts = [x[:, heads] for x in (query, key, value)]
+        out = mha_ext.functional.scaled_dot_product_attention(*parts, mask, is_causal=causal)
+        return [out, *torch.autograd.grad(out, parts, grad[:, heads])]
+
+    with cpu_capability(capability):
+        together = results(slice(4))
+        alone = [torch.cat(parts, 1) for parts in zip(*(results(slice(i, i + 1)) for i in range(4)), strict=True)]
+    for found, want in zip(alone, together, strict=True):
+        assert torch.equal(found, want)

@@ -75,6 +75,16 @@ struct ScoredTile {
   Rows<typename V::Scalar> keys;
 };
 
+template <class V>
+void scale_lanes(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t lanes) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < lanes; c += V::kWidth) {
+      auto* sum = g.c + r * g.ldc + c;
+      V::store(sum, V::load(sum) * V::load(g.factor + c));
+    }
+  }
+}
+
 // The products of a tile, less what lies beyond its edge:
 // rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
 template <class V>
@@ -87,14 +97,20 @@ void pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<typena
   });
 }
 
-// sums over keys, columns are lanes, O^T += V^T P^T and dQ^T += K^T dS^T;
+// sums over keys, columns are lanes, O^T += V^T P^T and dQ^T += K^T dS^T. A first piece of nothing but hidden keys
+// would have scaled and rounded alone: without it that is done first;
 template <class V, Start kStart>
 void key_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
   if (!edge.cuts) return gemm<V, Lhs::ByColumn, kStart>(g, width, t.lanes);
   for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
-    gemm<V, Lhs::ByColumn, kStart>({g.a, g.lda, g.b + lane, g.ldb, g.c + lane, g.ldc, keys.end,
-                                    kStart == Start::Scale ? g.factor + lane : nullptr, keys.begin},
-                                   width, lanes);
+    GemmOperands<typename V::Scalar> part{g.a,   g.lda,    g.b + lane, g.ldb,     g.c + lane,
+                                          g.ldc, keys.end, nullptr,    keys.begin};
+    if constexpr (kStart == Start::Scale) {
+      part.factor = g.factor + lane;
+      if (keys.begin < kPartialSum) return gemm<V, Lhs::ByColumn, Start::Scale>(part, width, lanes);
+      scale_lanes<V>(part, width, lanes);
+    }
+    gemm<V, Lhs::ByColumn, Start::Add>(part, width, lanes);
   });
 }
 
