@@ -66,3 +66,18 @@ def test_a_mask_of_one_head_gives_the_bits_of_a_shared_one(
         alone = [torch.cat(parts, 1) for parts in zip(*(results(slice(i, i + 1)) for i in range(4)), strict=True)]
     for found, want in zip(alone, together, strict=True):
         assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("capability", mha_ext.available_cpu_capabilities())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keys", [99, 129])
+def test_appended_keys_behind_a_tile_that_the_map_hides(keys: int, dtype: torch.dtype, capability: str) -> None:
+    """The tile cannot be left out, as the appended key is in it: the map's word does not stand in for the mask's."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=dtype, generator=g) for n in (40, keys + 1, keys + 1))
+    nothing_visible = torch.zeros(1, 1, 40, keys, dtype=torch.bool)
+    with cpu_capability(capability):
+        out, lse = torch.ops.mha_ext.attention(q, k, v, nothing_visible, num_appended_keys=1)
+    scores = (q.double() * k[:, :, -1:].double()).sum(-1) / 8**0.5
+    torch.testing.assert_close(out, v[:, :, -1:].expand_as(out), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), scores, rtol=1e-5, atol=1e-5)

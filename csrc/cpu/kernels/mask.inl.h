@@ -249,7 +249,9 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
       continue;
     }
     Hidden hidden = m.map == nullptr ? Hidden::Some : look_up(m, t);
-    if (hidden == Hidden::Some) hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
+    if (hidden == Hidden::All && covers_tile) return false;
+    if (hidden == Hidden::None) continue;
+    hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
     if (hidden == Hidden::All && covers_tile) return false;
     if (hidden == Hidden::None) continue;
     add_hidden<V>(m, t, region, out);
