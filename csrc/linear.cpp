@@ -46,11 +46,13 @@ class FastLinear : public torch::autograd::Function<FastLinear> {
   }
 };
 
-// Memory holds what the tensor says: no bit for a sign or a conjugate is set, and zeros are there.
+// Memory holds what the tensor says: no bit for a sign or a conjugate is set, zeros are there, and it wraps no other
+// tensor (which it may outside of any transform, too).
 bool is_plain(const at::Tensor& t) {
   if (!t.defined()) return true;
-  constexpr c10::DispatchKeySet kOthers({c10::DispatchKey::Python, c10::DispatchKey::Negative,
-                                         c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
+  constexpr c10::DispatchKeySet kOthers(
+      {c10::DispatchKey::Python, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
+       c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
   return t.layout() == at::kStrided && t.key_set().has(c10::DispatchKey::CPU) && !t.key_set().has_any(kOthers) &&
          !t._fw_grad(/*level=*/0).defined();
 }

@@ -174,3 +174,31 @@ def test_transforms_of_the_backward_pass() -> None:
     (want,) = torch.autograd.grad(out, x, grads[1])
     assert tangent is not None
     assert float((tangent - want).abs().max()) <= 8 * 768**0.5 * 2**-24 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("rows", [6, 96])
+def test_an_output_projection_to_nothing_is_differentiable(rows: int) -> None:
+    """``out_proj_weight`` may have no rows, as in torch.nn.functional.multi_head_attention_forward."""
+    x = torch.randn(rows, 1, 8, requires_grad=True)
+    packed = torch.randn(24, 8), torch.randn(24)
+    out_proj = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, requires_grad=True)
+    out, _ = mha_ext.functional.multi_head_attention_forward(
+        x, x, x, 8, 2, *packed, None, None, False, 0.0, *out_proj, need_weights=True
+    )
+    assert out.shape == (rows, 1, 0)
+    gradients = torch.autograd.grad(out.sum(), (x, *out_proj))
+    assert [g.shape for g in gradients] == [x.shape, (0, 8), (0,)]
+    assert not gradients[0].any()
+
+
+@pytest.mark.parametrize("rows", [6, 96])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_tensors_that_wrap_others_outside_of_a_transform(need_weights: bool, rows: int) -> None:
+    """They have no memory of their own, and no dispatch mode or transform tells of them."""
+    layer, x = problem(rows=rows)
+    wrapped = torch._to_functional_tensor(x)
+    out = layer(wrapped, wrapped, wrapped, need_weights=need_weights)[0]
+    torch._sync(out)
+    want = layer(x, x, x, need_weights=need_weights)[0]
+    limit = 8 * 768**0.5 * 2**-24 * 4  # as above; outputs are below 4
+    assert_within(torch._from_functional_tensor(out).detach(), want.detach(), limit)

@@ -80,7 +80,8 @@ void run_in_columns(const kernels::KernelTable& kernel, kernels::LinearRows p, i
 
 bool is_short(const at::Tensor& input, const at::Tensor& weight) {
   const at::ScalarType type = input.scalar_type();
-  if ((type != at::kFloat && type != at::kDouble) || input.dim() < 2 || input.numel() == 0) return false;
+  if ((type != at::kFloat && type != at::kDouble) || input.dim() < 2) return false;
+  if (input.numel() == 0 || weight.numel() == 0) return false;
   return row_count(input) <= most_rows(kernels_for(type)) && weight.stride(1) == 1;
 }
 
