@@ -81,3 +81,16 @@ def test_appended_keys_behind_a_tile_that_the_map_hides(keys: int, dtype: torch.
     scores = (q.double() * k[:, :, -1:].double()).sum(-1) / 8**0.5
     torch.testing.assert_close(out, v[:, :, -1:].expand_as(out), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capability", mha_ext.available_cpu_capabilities())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_part_of_the_batch_gives_the_same_bits(dtype: torch.dtype, capability: str) -> None:
+    """The mask serves two heads in all of the batch and one in a part of it, where it has no map."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 1, n, 20, dtype=dtype, generator=g) for n in (70, 300, 300))
+    blocks = torch.rand(5, 19, generator=g) < 0.3
+    mask = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)[None, None, :70, :300].contiguous()
+    with cpu_capability(capability):
+        whole, part = (torch.ops.mha_ext.attention(q[i:], k[i:], v[i:], mask)[0] for i in (0, 1))
+    assert torch.equal(whole[1:], part)

@@ -248,10 +248,12 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
       add_addends<V>(m, t, region, out);
       continue;
     }
-    Hidden hidden = m.map == nullptr ? Hidden::Some : look_up(m, t);
-    if (hidden == Hidden::All && covers_tile) return false;
-    if (hidden == Hidden::None) continue;
-    hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
+    if (m.map != nullptr) {
+      const Hidden known = look_up(m, t);
+      if (known == Hidden::All && covers_tile) return false;
+      if (known == Hidden::None) continue;
+    }
+    const Hidden hidden = read_hidden_rows<V>(m, region, out.hidden_rows);
     if (hidden == Hidden::All && covers_tile) return false;
     if (hidden == Hidden::None) continue;
     add_hidden<V>(m, t, region, out);
