@@ -67,7 +67,8 @@ def _load() -> None:
 
 
 _load()
-# Called by position, or not at all: they give None where the operators have to be called, or refuse the arguments.
+# Imported after _load(), whose error tells why the extension is missing. Called by position, or not at all: they give
+# None where the operators have to be called, or refuse the arguments.
 from mha_ext._C import attention as attention_directly  # noqa: E402
 from mha_ext._C import linear as linear_directly  # noqa: E402
 from mha_ext._C import multi_head_attention as layer_directly  # noqa: E402

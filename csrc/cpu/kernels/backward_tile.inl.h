@@ -258,7 +258,7 @@ void write_grad_query(const BackwardParams& b, const QueryBlock& block, int64_t 
     return;
   }
   MutableTensorView share;
-  share.type = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
+  share.type = kTypeOf<Scalar>;
   share.stride_d = 1;
   share.stride_t = p.head_dim;
   share.stride_h = p.num_queries * share.stride_t;

@@ -155,8 +155,7 @@ template <class V>
 void write_few_columns(const FewColumnSums<V>& g, const MutableTensorView& t, const QueryBlock& tile, int64_t cols,
                        typename V::Scalar* scratch) {
   using Scalar = typename V::Scalar;
-  constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
-  const bool in_place = t.type == own && t.stride_d == 1 && cols >= V::kWidth;
+  const bool in_place = t.type == kTypeOf<Scalar> && t.stride_d == 1 && cols >= V::kWidth;
   Scalar* out = in_place ? static_cast<Scalar*>(t.data) + tile.batch * t.stride_b + tile.head * t.stride_h +
                                tile.begin * t.stride_t
                          : scratch;
@@ -208,7 +207,7 @@ void write_few_grad_query(const BackwardParams& b, const KeyRange& range, const 
   if (shares) {
     const int64_t head = p.num_queries * p.head_dim, batch = p.heads * head;
     target = {static_cast<Scalar*>(b.grad_query_shares) + range.begin / b.range_keys * p.batch * batch,
-              sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64,
+              kTypeOf<Scalar>,
               batch,
               head,
               p.head_dim,

@@ -34,9 +34,8 @@ template <class V>
 Rows<typename V::Scalar> few_rows(const TensorView& t, const QueryBlock& rows, int64_t cols, bool again,
                                   typename V::Scalar* scratch) {
   using Scalar = typename V::Scalar;
-  constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
   const bool near = t.stride_t >= 0 && t.stride_t <= 2 * cols;
-  if (t.type == own && t.stride_d == 1 && cols >= V::kWidth && (near || !again)) {
+  if (t.type == kTypeOf<Scalar> && t.stride_d == 1 && cols >= V::kWidth && (near || !again)) {
     return {
         static_cast<const Scalar*>(t.data) + rows.batch * t.stride_b + rows.head * t.stride_h + rows.begin * t.stride_t,
         t.stride_t};

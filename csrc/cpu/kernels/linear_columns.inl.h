@@ -36,7 +36,7 @@ template <class V, class View, class Data>
 View linear_view(Data* data, int64_t stride) {
   View view;
   view.data = data;
-  view.type = sizeof(typename V::Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
+  view.type = kTypeOf<typename V::Scalar>;
   view.stride_t = stride;
   view.stride_d = 1;
   return view;

@@ -109,9 +109,10 @@ void cut_by_map(const MaskView& m, const Tile& t, TileEdge& edge) {
                          q.begin / kMapQueries * m.map_stride_row + t.key_begin / kBlockKeys;
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
     const int visible = entry[c / kMapQueries * m.map_stride_row] / kMapVisible;
-    const KeySpan none{0, 0};
-    const KeySpan span{__builtin_ctz(visible) * kMapKeys, (32 - __builtin_clz(visible)) * kMapKeys};
-    if (visible == 0 || span.begin > 0 || span.end < t.key_count) edge.limit<V>(t, c, visible == 0 ? none : span);
+    const KeySpan span = visible == 0  // which ctz and clz are not defined for
+                             ? KeySpan{0, 0}
+                             : KeySpan{__builtin_ctz(visible) * kMapKeys, (32 - __builtin_clz(visible)) * kMapKeys};
+    if (span.begin > 0 || span.end < t.key_count) edge.limit<V>(t, c, span);
   }
 }
 

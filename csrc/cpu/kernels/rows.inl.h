@@ -17,6 +17,10 @@ MHA_EXT_INLINE Scalar* pointer_to(void* data) {
   return static_cast<Scalar*>(data);
 }
 
+// The element type of tensors that hold the compute type.
+template <typename Scalar>
+constexpr ElementType kTypeOf = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
+
 template <typename To, typename From>
 MHA_EXT_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -193,9 +197,8 @@ template <class V, class View>
 MHA_EXT_INLINE auto rows_in_place(const View& t, const QueryBlock& block, int64_t rows_padded, int64_t cols,
                                   int64_t ld) {
   using Scalar = typename V::Scalar;
-  constexpr ElementType own = sizeof(Scalar) == 4 ? ElementType::Float32 : ElementType::Float64;
   using Pointer = decltype(pointer_to<Scalar>(t.data));
-  if (t.type != own || t.stride_d != 1 || cols != ld || block.count != rows_padded) return Pointer{nullptr};
+  if (t.type != kTypeOf<Scalar> || t.stride_d != 1 || cols != ld || block.count != rows_padded) return Pointer{nullptr};
   return pointer_to<Scalar>(t.data) + block.batch * t.stride_b + block.head * t.stride_h + block.begin * t.stride_t;
 }
 
