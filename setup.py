@@ -33,11 +33,13 @@ KERNELS = "csrc/cpu/kernels"
 BUILD_INFO = "mha_ext/_build_info.json"  # what the extension was built for, readable when it does not load
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
+AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 # One line per instruction set: source -> flags. The x86 sources are left out on other processors.
 ISA_FLAGS = {
     f"{KERNELS}/scalar.cpp": [],
     f"{KERNELS}/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    f"{KERNELS}/avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    f"{KERNELS}/avx512.cpp": AVX512_FLAGS,
+    f"{KERNELS}/avx512_bf16.cpp": [*AVX512_FLAGS, "-mavx512bf16"],
 }
 KERNEL_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
 # Without -fopenmp at::parallel_for silently runs on one thread.

@@ -108,9 +108,10 @@ at::ScalarType compute_type(const at::Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-const kernels::KernelTable& kernels_for(at::ScalarType compute) {
+const kernels::KernelTable& kernels_for(at::ScalarType tensors) {
   const kernels::InstructionSet& set = instruction_set();
-  return compute == at::kDouble ? set.float64 : set.float32;
+  if (tensors == at::kBFloat16 && set.bfloat16 != nullptr) return *set.bfloat16;
+  return tensors == at::kDouble ? set.float64 : set.float32;
 }
 
 kernels::TensorView view_of(const at::Tensor& t) { return make_view<kernels::TensorView>(t, t.const_data_ptr()); }
@@ -137,7 +138,8 @@ BoundArguments bind(const AttentionArguments& args) {
   p.causal = args.causal != kNotCausal;
   p.causal_offset = args.causal == kLowerRight ? p.num_keys - p.appended_keys - p.num_queries : 0;
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.query_block = query_block_size(p.num_queries, kernels_for(compute).vector_width, kernels::kBlockQueries);
+  p.query_block =
+      query_block_size(p.num_queries, kernels_for(args.query.scalar_type()).vector_width, kernels::kBlockQueries);
   bind_dropout(args, p);
   if (args.attn_mask.defined()) {
     bound.attn_mask = in_compute_type(args.attn_mask, compute);

@@ -8,7 +8,7 @@ namespace mha_ext::cpu {
 
 // float64 computes in float64, every other type in float32; lse has the compute type.
 at::ScalarType compute_type(const at::Tensor& query);
-const kernels::KernelTable& kernels_for(at::ScalarType compute);
+const kernels::KernelTable& kernels_for(at::ScalarType tensors);
 
 kernels::TensorView view_of(const at::Tensor& t);
 kernels::MutableTensorView mutable_view_of(const at::Tensor& t);

@@ -20,21 +20,27 @@ enum class Finiteness { Unknown, Finite, NotFinite };
 template <class V>
 struct BackwardScratch : ScoreScratch<V> {
   using Scalar = typename V::Scalar;
-  Scalar *grad_rows, *grad_columns, *out_rows, *delta;  // of the block of queries
-  Scalar *values, *grad_scores;                         // of the tile
-  Scalar *grad_query, *grad_query_sum;                  // of one range of keys, and of those before: [D][lanes]
-  Scalar* grad_query_rows;                              // [lanes][D]
-  Scalar *grad_key, *grad_value;                        // of the range of keys
-  Finiteness finiteness = Finiteness::Unknown;          // of Q and dO of the block
+  using Term = typename V::Term;
+  Scalar *grad_rows, *out_rows, *delta;  // of the block of queries
+  Term* grad_columns;
+  Term* values;  // of the tile
+  Scalar* grad_scores;
+  Scalar* key_numbers;                          // K where the tile has it in pairs
+  Scalar *grad_query, *grad_query_sum;          // of one range of keys, and of those before: [D][lanes]
+  Scalar* grad_query_rows;                      // [lanes][D]
+  Scalar *grad_key, *grad_value;                // of the range of keys
+  Finiteness finiteness = Finiteness::Unknown;  // of Q and dO of the block
 
   BackwardScratch(Arena&& arena, const AttentionParams& p, int64_t range_keys) : ScoreScratch<V>(arena, p) {
     const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
     const int64_t rows = round_up(range_keys, kBlockKeys);
+    const int64_t value_terms = padded_width<V>(terms_in<Term>(p.value_dim));
     grad_rows = arena.take<Scalar>(kBlockQueries * dv);
-    grad_columns = arena.take<Scalar>(kBlockQueries * dv);
+    grad_columns = arena.take<Term>(kBlockQueries * value_terms);
     out_rows = arena.take<Scalar>(kBlockQueries * dv);
     delta = arena.take<Scalar>(kBlockQueries);
-    values = arena.take<Scalar>(kBlockKeys * dv);
+    values = arena.take<Term>(kBlockKeys * value_terms);
+    key_numbers = V::kMultipliesPairs ? arena.take<Scalar>(kBlockKeys * d) : nullptr;
     grad_scores = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     grad_query = arena.take<Scalar>(kBlockQueries * d);
     grad_query_sum = arena.take<Scalar>(kBlockQueries * d);
@@ -46,23 +52,45 @@ struct BackwardScratch : ScoreScratch<V> {
   size_t bytes;
 };
 
+// scale Q of a block of queries, and what S^T is made from.
+template <class V>
+void load_query_rows(const AttentionParams& p, const QueryBlock& block, int64_t lanes, BackwardScratch<V>& s) {
+  const int64_t d = padded_width<V>(p.head_dim);
+  if constexpr (V::kMultipliesPairs) load_query_columns<V>(p, block, lanes, s);
+  read_rows<V>(p.query, block, lanes, p.head_dim, static_cast<typename V::Scalar>(p.scale), s.query_rows, d);
+  if constexpr (!V::kMultipliesPairs) transpose<V>(s.query_rows, d, lanes, d, s.query_columns, lanes);
+}
+
+// dO and O of a block, and what dP^T is made from.
+template <class V>
+void load_grad_rows(const BackwardParams& b, const QueryBlock& block, int64_t lanes, BackwardScratch<V>& s) {
+  using Scalar = typename V::Scalar;
+  const int64_t cols = b.attention.value_dim, dv = padded_width<V>(cols);
+  if (b.grad_out.data == nullptr) {
+    const auto clear = [&](auto* scratch, int64_t width) {
+      __builtin_memset(scratch, 0, static_cast<size_t>(lanes * width) * sizeof(*scratch));
+    };
+    clear(s.grad_rows, dv);
+    clear(s.out_rows, dv);
+    clear(s.grad_columns, padded_width<V>(terms_in<typename V::Term>(cols)));
+    return;
+  }
+  if constexpr (V::kMultipliesPairs) {
+    read_pair_columns<V>(b.grad_out, block, lanes, cols, s.grad_rows, s.grad_columns);
+  }
+  read_rows<V>(b.grad_out, block, lanes, cols, Scalar(1), s.grad_rows, dv);
+  read_rows<V>(b.out, block, lanes, cols, Scalar(1), s.out_rows, dv);
+  if constexpr (!V::kMultipliesPairs) transpose<V>(s.grad_rows, dv, lanes, dv, s.grad_columns, lanes);
+}
+
 // Q, dO, lse and delta of a block of queries.
 template <class V>
 void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t lanes, BackwardScratch<V>& s) {
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
-  const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
-  read_rows<V>(p.query, block, lanes, p.head_dim, static_cast<Scalar>(p.scale), s.query_rows, d);
-  transpose<V>(s.query_rows, d, lanes, d, s.query_columns, lanes);
-  if (b.grad_out.data != nullptr) {
-    read_rows<V>(b.grad_out, block, lanes, p.value_dim, Scalar(1), s.grad_rows, dv);
-    read_rows<V>(b.out, block, lanes, p.value_dim, Scalar(1), s.out_rows, dv);
-  } else {
-    __builtin_memset(s.grad_rows, 0, static_cast<size_t>(lanes * dv) * sizeof(Scalar));
-    __builtin_memset(s.out_rows, 0, static_cast<size_t>(lanes * dv) * sizeof(Scalar));
-  }
-  transpose<V>(s.grad_rows, dv, lanes, dv, s.grad_columns, lanes);
-
+  const int64_t dv = padded_width<V>(p.value_dim);
+  load_query_rows<V>(p, block, lanes, s);
+  load_grad_rows<V>(b, block, lanes, s);
   const int64_t row = (block.batch * p.heads + block.head) * p.num_queries + block.begin;
   const Scalar* grad_lse = b.grad_lse == nullptr ? nullptr : static_cast<const Scalar*>(b.grad_lse) + row;
   for (int64_t q = 0; q < lanes; ++q) {
@@ -141,8 +169,10 @@ ScoredTile<V> score_gradient_tile(const BackwardParams& b, const Tile& t, Backwa
     load_weights_gradient<V>(b, t, s);
   } else {
     const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, s.values);
-    pair_product<V>(t, s.mask.edge,
-                    {values.data, values.ld, s.grad_columns, t.lanes, s.grad_scores, t.lanes, p.value_dim});
+    using Term = typename V::Term;
+    const GemmOperands<typename V::Scalar, Term> g{
+        values.data, values.ld, s.grad_columns, t.lanes, s.grad_scores, t.lanes, terms_in<Term>(p.value_dim)};
+    pair_product<V>(t, s.mask.edge, g);
   }
   with_parts(s.mask, [&](auto parts) {
     using Parts = decltype(parts);
@@ -170,7 +200,7 @@ void find_weights_delta(const BackwardParams& b, const QueryBlock& block, int64_
 
 // dQ, dK, dV of one tile over visible pairs only, for a tile that hides pairs and meets infinities or NaN.
 template <class V>
-void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, const ScoredTile<V>& tile,
+void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, Rows<typename V::Scalar> keys,
                                   typename V::Scalar* grad_key, typename V::Scalar* grad_value, BackwardScratch<V>& s) {
   const int64_t d_width = padded_width<V>(p.head_dim), dv_width = padded_width<V>(p.value_dim);
   using Scalar = typename V::Scalar;
@@ -179,7 +209,7 @@ void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, const
       add_visible(
           s.grad_query[d * t.lanes + q], Scalar(1), t.key_count,
           [&](int64_t k) { return hides(s.mask, t.lanes, k, q); },
-          [&](int64_t k) { return tile.keys.data[k * tile.keys.ld + d]; },
+          [&](int64_t k) { return keys.data[k * keys.ld + d]; },
           [&](int64_t k) { return s.grad_scores[k * t.lanes + q]; });
     }
   }
@@ -202,14 +232,27 @@ void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, const
 
 // Whether a product over all pairs would make 0 * infinity of a hidden one.
 template <class V>
-bool meets_nonfinite(const AttentionParams& p, const Tile& t, const ScoredTile<V>& tile, BackwardScratch<V>& s) {
+bool meets_nonfinite(const AttentionParams& p, const Tile& t, Rows<typename V::Scalar> keys, BackwardScratch<V>& s) {
+  using NumberRows = Rows<typename V::Scalar>;
   if (!s.mask.hides_pairs) return false;
-  const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
   if (s.finiteness == Finiteness::Unknown) {
-    const bool found = any_nonfinite<V>(s.query_rows, d, t.lanes, d) || any_nonfinite<V>(s.grad_rows, dv, t.lanes, dv);
+    const NumberRows queries{s.query_rows, padded_width<V>(p.head_dim)},
+        grads{s.grad_rows, padded_width<V>(p.value_dim)};
+    const bool found = any_nonfinite<V>(queries, t.lanes, p.head_dim) || any_nonfinite<V>(grads, t.lanes, p.value_dim);
     s.finiteness = found ? Finiteness::NotFinite : Finiteness::Finite;
   }
-  return s.finiteness == Finiteness::NotFinite || any_nonfinite<V>(tile.keys.data, tile.keys.ld, t.key_count, d);
+  return s.finiteness == Finiteness::NotFinite || any_nonfinite<V>(keys, t.key_count, p.head_dim);
+}
+
+// The tile's rows of K as numbers.
+template <class V>
+Rows<typename V::Scalar> numbers_of(const AttentionParams& p, const Tile& t, const ScoredTile<V>& tile,
+                                    BackwardScratch<V>& s) {
+  if constexpr (V::kMultipliesPairs) {
+    return key_rows<V>(p.key, keys_of(p, t), p.head_dim, s.key_numbers);
+  } else {
+    return tile.keys;
+  }
 }
 
 template <class V>
@@ -222,14 +265,16 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
   Scalar* grad_key = s.grad_key + key_in_range * d;
   Scalar* grad_value = s.grad_value + key_in_range * dv;
   const TileEdge& edge = s.mask.edge;
-  if (meets_nonfinite<V>(p, t, tile, s)) {
-    accumulate_visible_gradients<V>(p, t, tile, grad_key, grad_value, s);
+  const Rows<Scalar> keys = numbers_of(p, t, tile, s);
+  if (meets_nonfinite<V>(p, t, keys, s)) {
+    accumulate_visible_gradients<V>(p, t, keys, grad_key, grad_value, s);
     return;
   }
+  using Operands = GemmOperands<Scalar>;
   key_sum<V, Start::Add>(t, edge,
-                         {tile.keys.data, tile.keys.ld, s.grad_scores, t.lanes, s.grad_query, t.lanes, t.key_count}, d);
-  lane_sum<V>(t, edge, {s.scores, t.lanes, s.grad_rows, dv, grad_value, dv, t.queries.count}, dv);
-  lane_sum<V>(t, edge, {s.grad_scores, t.lanes, s.query_rows, d, grad_key, d, t.queries.count}, d);
+                         Operands{keys.data, keys.ld, s.grad_scores, t.lanes, s.grad_query, t.lanes, t.key_count}, d);
+  lane_sum<V>(t, edge, Operands{s.scores, t.lanes, s.grad_rows, dv, grad_value, dv, t.queries.count}, dv);
+  lane_sum<V>(t, edge, Operands{s.grad_scores, t.lanes, s.query_rows, d, grad_key, d, t.queries.count}, d);
 }
 
 template <class V>

@@ -73,8 +73,8 @@ void load_few_rows(const BackwardParams& b, const KeyRange& range, const GroupRo
     s.delta[row.index] = grad_lse == nullptr ? delta : delta - grad_lse[at];
   }
   load_few_lse<V>(b, range, rows, s);
-  s.finite_rows = !any_nonfinite<V>(s.queries, s.head.padded(), rows.count, s.head.padded()) &&
-                  !any_nonfinite<V>(s.grads, width, rows.count, width);
+  s.finite_rows = !any_nonfinite<V>(Rows<Scalar>{s.queries, s.head.padded()}, rows.count, s.head.padded()) &&
+                  !any_nonfinite<V>(Rows<Scalar>{s.grads, width}, rows.count, width);
   __builtin_memset(s.accumulator, 0, static_cast<size_t>(rows.count * s.head.padded()) * sizeof(Scalar));
 }
 

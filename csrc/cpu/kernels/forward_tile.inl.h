@@ -66,13 +66,13 @@ bool forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s)
 
   const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, s.values);
   const int64_t width = padded_width<V>(p.value_dim);
-  if (s.mask.hides_pairs && any_nonfinite<V>(values.data, values.ld, t.key_count, width)) {
+  if (s.mask.hides_pairs && any_nonfinite<V>(values, t.key_count, p.value_dim)) {
     accumulate_visible<V>(t, values, p.value_dim, s);
     return true;
   }
-  key_sum<V, Start::Scale>(
-      t, s.mask.edge,
-      {values.data, values.ld, s.scores, t.lanes, s.accumulator, t.lanes, t.key_count, s.softmax.rescale}, width);
+  const GemmOperands<typename V::Scalar> g{values.data,   values.ld, s.scores,    t.lanes,
+                                           s.accumulator, t.lanes,   t.key_count, s.softmax.rescale};
+  key_sum<V, Start::Scale>(t, s.mask.edge, g, width);
   return true;
 }
 

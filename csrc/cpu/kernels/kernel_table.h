@@ -60,15 +60,18 @@ struct KernelTable {
   int vector_width;  // lanes; blocks of queries are padded to a multiple of it
 };
 
+// What runs tensors of a type; where `bfloat16` is not set, float32 widens them.
 struct InstructionSet {
   const char* name;
   KernelTable float32, float64;
+  const KernelTable* bfloat16 = nullptr;
 };
 
 extern const InstructionSet kPortable;
 #ifdef MHA_EXT_X86
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
+extern const KernelTable kAvx512Bf16;
 #endif
 
 }  // namespace mha_ext::kernels

@@ -20,32 +20,42 @@ enum class Lhs { ByRow, ByColumn };
 enum class Start { Zero, Add, Scale };  // what C holds before: nothing, a sum to add to, a sum to scale lane-wise first
 
 constexpr int64_t kPartialSum = 32;
+
+// Of a sum, how many numbers one operand holds.
+template <typename Term>
+constexpr int64_t kNumbersIn = 1;
+template <>
+constexpr int64_t kNumbersIn<BFloat16Pair> = 2;
+
 template <int64_t kTerms = kPartialSum>
 MHA_EXT_INLINE int64_t partial_sum_end(int64_t k) {
   return (k / kTerms + 1) * kTerms;
 }
 
-template <typename Scalar>
+// Leading dimensions, depth and begin are counted in Terms.
+template <typename Scalar, typename Term = Scalar>
 struct GemmOperands {
-  const Scalar* a;
+  const Term* a;
   int64_t lda;
-  const Scalar* b;
+  const Term* b;
   int64_t ldb;
   Scalar* c;
   int64_t ldc;
   int64_t depth;                   // k; may be zero
   const Scalar* factor = nullptr;  // Start::Scale: one factor a lane
   int64_t begin = 0;               // the first k
+  Scalar times = 1;                // of pairs: what every sum is multiplied with
 };
 
-template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int R, int kCols>
-MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_t row, int64_t col) {
+template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int R, int kCols, typename Term>
+MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar, Term>& g, int64_t row, int64_t col) {
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
+  constexpr bool kScalars = kNumbersIn<Term> == 1;
   Scalar* c = g.c + row * g.ldc + col;
   int64_t k = g.begin;
-  const Scalar* b = g.b + col + k * g.ldb;
-  const Scalar* a = kLhs == Lhs::ByRow ? g.a + row * g.lda + k : g.a + row + k * g.lda;
+  const Term* b = g.b + col + k * g.ldb;
+  const Term* a = kLhs == Lhs::ByRow ? g.a + row * g.lda + k : g.a + row + k * g.lda;
   do {
     const int64_t end = min_of(partial_sum_end<kTerms>(k), g.depth);
     const bool first = k == g.begin;
@@ -56,14 +66,14 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
       for (int j = 0; j < kCols; ++j) acc[r][j] = V::zero();
     }
     for (; k < end; ++k) {
-      Vec rhs[kCols];
+      decltype(V::load(b)) rhs[kCols];
 #pragma GCC unroll 4
       for (int j = 0; j < kCols; ++j) rhs[j] = V::load(b + j * V::kWidth);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const Vec lhs = V::broadcast(kLhs == Lhs::ByRow ? a[r * g.lda] : a[r]);
+        const auto lhs = V::broadcast(kLhs == Lhs::ByRow ? a[r * g.lda] : a[r]);
 #pragma GCC unroll 4
-        for (int j = 0; j < kCols; ++j) acc[r][j] += lhs * rhs[j];
+        for (int j = 0; j < kCols; ++j) acc[r][j] = V::add_product(acc[r][j], lhs, rhs[j]);
       }
       b += g.ldb;
       a += kLhs == Lhs::ByRow ? 1 : g.lda;
@@ -73,6 +83,7 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
 #pragma GCC unroll 4
       for (int j = 0; j < kCols; ++j) {
         Scalar* sum = c + r * g.ldc + j * V::kWidth;
+        if constexpr (!kScalars) acc[r][j] *= g.times;
         if (kStart == Start::Scale && first) {
           acc[r][j] += V::load(sum) * V::load(g.factor + col + j * V::kWidth);
         } else if (kStart != Start::Zero || !first) {
@@ -85,8 +96,8 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar>& g, int64_
 }
 
 // Rows [0, rows) of kCols vectors of columns, kRows at a time and the last ones by halves.
-template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int kRows, int kCols>
-__attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t col) {
+template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int kRows, int kCols, typename Term>
+__attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar, Term>& g, int64_t rows, int64_t col) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) gemm_block<V, kLhs, kStart, kTerms, kRows, kCols>(g, row, col);
   if constexpr (kRows > 4) {
@@ -101,8 +112,8 @@ __attribute__((noinline)) void gemm_panel(const GemmOperands<typename V::Scalar>
 // rows: any number ByRow, else a multiple of V::kGemmRows; cols: a multiple of V::kWidth. Columns are cut into panels
 // of at most kGemmCols vectors, as even as they come (4 vectors at most 3 wide run as 2 + 2).
 // Pieces have kTerms terms.
-template <class V, Lhs kLhs, Start kStart, int64_t kTerms = kPartialSum>
-void gemm(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t cols) {
+template <class V, Lhs kLhs, Start kStart, int64_t kTerms = kPartialSum, typename Term = typename V::Scalar>
+void gemm(const GemmOperands<typename V::Scalar, Term>& g, int64_t rows, int64_t cols) {
   static_assert(V::kGemmCols == 2 || V::kGemmCols == 3, "panels of one to three vectors");
   int64_t left = cols / V::kWidth;
   int64_t col = 0;

@@ -226,21 +226,5 @@ void write_columns(const MutableTensorView& t, const QueryBlock& block, int64_t 
   write_rows(t, block, cols, rows, ld);
 }
 
-// Whether rows x cols hold an infinity or NaN: x * 0 is 0 for every finite x and NaN otherwise.
-template <class V>
-bool any_nonfinite(const typename V::Scalar* src, int64_t ld, int64_t rows, int64_t cols) {
-  typename V::Vec sums[2] = {V::zero(), V::zero()};
-  for (int64_t r = 0; r < rows; ++r) {
-    int64_t c = 0;
-    for (; c + 2 * V::kWidth <= cols; c += 2 * V::kWidth) {
-      sums[0] += V::load(src + r * ld + c) * typename V::Scalar(0);
-      sums[1] += V::load(src + r * ld + c + V::kWidth) * typename V::Scalar(0);
-    }
-    if (c < cols) sums[0] += V::load(src + r * ld + c) * typename V::Scalar(0);
-  }
-  const typename V::Vec sum = sums[0] + sums[1];
-  return V::any(sum != sum);
-}
-
 }  // namespace
 }  // namespace mha_ext::kernels

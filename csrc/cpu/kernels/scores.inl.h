@@ -3,55 +3,28 @@
 #pragma once
 
 #include "mask.inl.h"
-#include "micro_gemm.inl.h"
-#include "rows.inl.h"
 #include "softmax.inl.h"
+#include "terms.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
 
-// Widths of scratch rows: whole vectors, and whole blocks of the product's rows.
-template <class V>
-int64_t padded_width(int64_t n) {
-  constexpr int64_t step = V::kWidth > V::kGemmRows ? V::kWidth : V::kGemmRows;
-  static_assert(step % V::kWidth == 0 && step % V::kGemmRows == 0, "one must divide the other");
-  return round_up(n, step);
-}
-
-template <typename Scalar>
-struct Rows {
-  const Scalar* data;
-  int64_t ld;
-};
-
-// Rows of K or V for a product: read in place when they already lie as a scratch copy would, else copied.
-// Rows further apart than twice their length are copied: in place, strides of a power of two compete for few cache
-// sets. Prefetching V's rows, the next tile's keys and the next head's first rows was tried: within noise at T = 64 ...
-// 2048.
-template <class V>
-Rows<typename V::Scalar> key_rows(const TensorView& t, const QueryBlock& rows, int64_t cols,
-                                  typename V::Scalar* scratch) {
-  const int64_t ld = padded_width<V>(cols);
-  if (t.stride_t >= cols && t.stride_t <= 2 * cols) {
-    if (const auto* data = rows_in_place<V>(t, rows, rows.count, cols, ld)) return {data, t.stride_t};
-  }
-  read_rows<V>(t, rows, rows.count, cols, typename V::Scalar(1), scratch, ld);
-  return {scratch, ld};
-}
-
 template <class V>
 struct ScoreScratch {
   using Scalar = typename V::Scalar;
-  Scalar *query_rows, *query_columns;  // scale Q, [lanes][D] and [D][lanes]
-  Scalar *keys, *scores;               // of a tile: K where it is copied, S^T
+  using Term = typename V::Term;
+  Scalar* query_rows;   // scale Q, [lanes][D]
+  Term* query_columns;  // [D][lanes]: the same, or Q in pairs
+  Term* keys;           // of a tile, where K is copied
+  Scalar* scores;       // of a tile: S^T
   RunningSoftmax<Scalar> softmax;
   MaskTile<Scalar> mask;
 
   ScoreScratch(Arena& arena, const AttentionParams& p) {
-    const int64_t d = padded_width<V>(p.head_dim);
-    query_rows = arena.take<Scalar>(kBlockQueries * d);
-    query_columns = arena.take<Scalar>(kBlockQueries * d);
-    keys = arena.take<Scalar>(kBlockKeys * d);
+    const int64_t terms = padded_width<V>(terms_in<Term>(p.head_dim));
+    query_rows = arena.take<Scalar>(kBlockQueries * padded_width<V>(p.head_dim));
+    query_columns = arena.take<Term>(kBlockQueries * terms);
+    keys = arena.take<Term>(kBlockKeys * terms);
     scores = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     softmax = {arena.take<Scalar>(kBlockQueries), arena.take<Scalar>(kBlockQueries), arena.take<Scalar>(kBlockQueries)};
     mask.addend = arena.take<Scalar>(kBlockKeys * kBlockQueries);
@@ -62,17 +35,21 @@ struct ScoreScratch {
   }
 };
 
-// (scale Q)^T; the rows are scratch.
+// (scale Q)^T, or Q^T in pairs; the rows are scratch.
 template <class V>
 void load_query_columns(const AttentionParams& p, const QueryBlock& block, int64_t lanes, ScoreScratch<V>& s) {
-  read_columns<V>(p.query, block, lanes, p.head_dim, static_cast<typename V::Scalar>(p.scale), s.query_rows,
-                  padded_width<V>(p.head_dim), s.query_columns);
+  if constexpr (V::kMultipliesPairs) {
+    read_pair_columns<V>(p.query, block, lanes, p.head_dim, s.query_rows, s.query_columns);
+  } else {
+    read_columns<V>(p.query, block, lanes, p.head_dim, static_cast<typename V::Scalar>(p.scale), s.query_rows,
+                    padded_width<V>(p.head_dim), s.query_columns);
+  }
 }
 
 template <class V>
 struct ScoredTile {
   bool visible;  // else nothing was computed
-  Rows<typename V::Scalar> keys;
+  Rows<typename V::Term> keys;
 };
 
 template <class V>
@@ -87,24 +64,25 @@ void scale_lanes(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_
 
 // The products of a tile, less what lies beyond its edge:
 // rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
-template <class V>
-void pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g) {
+template <class V, typename Term>
+void pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar, Term>& g) {
   if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Zero>(g, t.key_count, t.lanes);
   for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
-    gemm<V, Lhs::ByRow, Start::Zero>(
-        {g.a + keys.begin * g.lda, g.lda, g.b + lane, g.ldb, g.c + keys.begin * g.ldc + lane, g.ldc, g.depth},
-        keys.end - keys.begin, lanes);
+    GemmOperands<typename V::Scalar, Term> part = g;
+    part.a += keys.begin * g.lda, part.b += lane, part.c += keys.begin * g.ldc + lane;
+    gemm<V, Lhs::ByRow, Start::Zero>(part, keys.end - keys.begin, lanes);
   });
 }
 
 // sums over keys, columns are lanes, O^T += V^T P^T and dQ^T += K^T dS^T. A first piece of nothing but hidden keys
 // would have scaled and rounded alone: without it that is done first;
-template <class V, Start kStart>
-void key_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
+template <class V, Start kStart, typename Term>
+void key_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar, Term>& g, int64_t width) {
   if (!edge.cuts) return gemm<V, Lhs::ByColumn, kStart>(g, width, t.lanes);
   for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
-    GemmOperands<typename V::Scalar> part{g.a,   g.lda,    g.b + lane, g.ldb,     g.c + lane,
-                                          g.ldc, keys.end, nullptr,    keys.begin};
+    GemmOperands<typename V::Scalar, Term> part = g;
+    part.b += lane, part.c += lane;
+    part.begin = keys.begin / kNumbersIn<Term>, part.depth = terms_in<Term>(keys.end);
     if constexpr (kStart == Start::Scale) {
       part.factor = g.factor + lane;
       if (keys.begin < kPartialSum) return gemm<V, Lhs::ByColumn, Start::Scale>(part, width, lanes);
@@ -116,8 +94,9 @@ void key_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V:
 
 // sums over lanes, rows are keys, dV += P^T dO and dK += dS^T Q. A few rows at a time, over the lanes that see any of
 // them: scratch holds zeros where those do not see the others.
-template <class V>
-void lane_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar>& g, int64_t width) {
+template <class V, typename Term>
+void lane_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar, Term>& g, int64_t width) {
+  constexpr int64_t kNumbers = kNumbersIn<Term>;
   if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Add>(g, t.key_count, width);
   for (int64_t k = 0; k < t.key_count; k += V::kGemmRows) {
     const int64_t rows = min_of(V::kGemmRows, t.key_count - k);
@@ -125,12 +104,13 @@ void lane_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V
     for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
       const KeySpan keys = edge.keys_seen<V>(t, c);
       if (keys.begin >= k + rows || keys.end <= k) continue;
-      begin = min_of(begin, c);
-      end = min_of(c + V::kWidth, g.depth);
+      begin = min_of(begin, c / kNumbers);
+      end = min_of((c + V::kWidth) / kNumbers, g.depth);
     }
     if (begin >= end) continue;
-    gemm<V, Lhs::ByRow, Start::Add>({g.a + k * g.lda, g.lda, g.b, g.ldb, g.c + k * g.ldc, g.ldc, end, nullptr, begin},
-                                    rows, width);
+    GemmOperands<typename V::Scalar, Term> part = g;
+    part.a += k * g.lda, part.c += k * g.ldc, part.begin = begin, part.depth = end;
+    gemm<V, Lhs::ByRow, Start::Add>(part, rows, width);
   }
 }
 
@@ -150,11 +130,14 @@ MHA_EXT_INLINE void add_visible(Scalar& total, Scalar factor, int64_t count, con
 // S^T before the mask, which is left in scratch; nothing when no pair is visible.
 template <class V>
 ScoredTile<V> score_tile(const AttentionParams& p, const Tile& t, ScoreScratch<V>& s) {
+  using Term = typename V::Term;
   ScoredTile<V> tile{resolve_mask<V>(p, t, s.mask), {}};
   if (!tile.visible) return tile;
   tile.keys = key_rows<V>(p.key, keys_of(p, t), p.head_dim, s.keys);
-  pair_product<V>(t, s.mask.edge,
-                  {tile.keys.data, tile.keys.ld, s.query_columns, t.lanes, s.scores, t.lanes, p.head_dim});
+  GemmOperands<typename V::Scalar, Term> g{tile.keys.data, tile.keys.ld, s.query_columns,           t.lanes,
+                                           s.scores,       t.lanes,      terms_in<Term>(p.head_dim)};
+  g.times = static_cast<typename V::Scalar>(p.scale);
+  pair_product<V>(t, s.mask.edge, g);
   return tile;
 }
 

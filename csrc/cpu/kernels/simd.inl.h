@@ -31,12 +31,19 @@ struct FloatFormat<double> {
   static constexpr double kInfinity = __builtin_inf(), kLowest = -__DBL_MAX__;
 };
 
+// Two neighbours of a bfloat16 product's sum.
+struct __attribute__((packed, aligned(2), may_alias)) BFloat16Pair {
+  uint16_t first, second;
+};
+
 template <typename ScalarType, int kBytes>
 struct Simd {
   using Scalar = ScalarType;
+  using Term = Scalar;
   using Format = FloatFormat<Scalar>;
   static constexpr int kWidth = kBytes / static_cast<int>(sizeof(Scalar));
   static constexpr Scalar kInfinity = Format::kInfinity;
+  static constexpr bool kMultipliesPairs = false;  // products of bfloat16 by an instruction of their own
 
   typedef Scalar Vec __attribute__((vector_size(kBytes)));
   typedef Scalar UnalignedVec __attribute__((vector_size(kBytes), aligned(sizeof(Scalar)), may_alias));
@@ -56,6 +63,7 @@ struct Simd {
     for (int i = 0; i < kWidth; ++i) lanes[i] = static_cast<int8_t>(p[i]);
     return lanes;
   }
+  static MHA_EXT_INLINE Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
   static MHA_EXT_INLINE Vec zero() { return Vec{}; }
   static MHA_EXT_INLINE Vec broadcast(Scalar s) { return s - Vec{}; }
 
