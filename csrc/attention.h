@@ -57,11 +57,23 @@ struct AttentionCotangents {
   at::Tensor out;
   at::Tensor lse;
   std::array<bool, 5> output_mask;  // query, key, value, attn_mask, key_padding_mask
+  at::Tensor rounding = {};         // as ForBackwardResult has it; absent or empty: out is taken as it is
 };
 AttentionGradients call_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
 // The same with the weights that were used, after dropout: (B, H, T_q, T_kv), or their mean over heads (B, T_q, T_kv).
 WeightsResult call_attention_with_weights(const AttentionArguments& arguments, bool average);
+
+enum Weights : int64_t { kNoWeights = 0, kMeanWeights = 1, kWeightsPerHead = 2 };
+
+// What an autograd node keeps of bfloat16 and float16: out, lse and weights (empty if not asked for) as above, and what
+// rounding took from out, in bfloat16, lying like it (empty for other types).
+using ForBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+ForBackwardResult call_attention_for_backward(const AttentionArguments& arguments, int64_t weights);
+
+inline bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
+}
 
 // What the backward of the weights takes besides query, key, masks and numbers; the output's has an operator above.
 
@@ -99,19 +111,22 @@ struct LayerArguments {
   double dropout_p = 0.0;
   int64_t causal = kNotCausal;
   std::optional<double> scale = std::nullopt;
+  bool keep_rounding = false;
 };
 
 // What the layer's backward reads: the projections as they were computed (one buffer for inputs that are shared, the
-// others empty), the heads' outputs side by side, and the log-sum-exp.
+// others empty), the heads' outputs side by side, the log-sum-exp, and what rounding took from those outputs (empty
+// unless it was asked for, and for other types than bfloat16 and float16).
 struct LayerState {
   at::Tensor q;
   at::Tensor k;
   at::Tensor v;
   at::Tensor context;
   at::Tensor lse;
+  at::Tensor rounding;
 };
 
-using LayerResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using LayerResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using LayerGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                                   at::Tensor, at::Tensor>;
 constexpr size_t kNumLayerGradients = 9;  // query to out_proj_bias, attn_mask, key_padding_mask

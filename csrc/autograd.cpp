@@ -33,6 +33,17 @@ void load_numbers(AutogradContext* context, AttentionArguments& a) {
   a.num_appended_keys = context->saved_data["num_appended_keys"].toInt();
 }
 
+void save_tensors(AutogradContext* context, const AttentionArguments& a, const at::Tensor& out, const at::Tensor& lse,
+                  const at::Tensor& rounding) {
+  context->save_for_backward(
+      {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse, rounding});
+}
+
+AttentionGradients output_gradients(const AttentionArguments& a, const variable_list& saved, const variable_list& grads,
+                                    const std::array<bool, 5>& wanted) {
+  return call_attention_backward(a, {grads[0], grads[1], saved[6], saved[7], wanted, saved[8]});
+}
+
 // Only differentiable tensors are parameters of `apply`; masks and the seed come along in the arguments.
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
@@ -42,8 +53,13 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                                const OptionalTensor&, const OptionalTensor&, const AttentionArguments& a) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->set_materialize_grads(false);
-    const auto [out, lse] = call_attention(a);
-    context->save_for_backward({a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse});
+    at::Tensor out, lse, rounding;
+    if (is_half(a.query)) {
+      std::tie(out, lse, std::ignore, rounding) = call_attention_for_backward(a, kNoWeights);
+    } else {
+      std::tie(out, lse) = call_attention(a);
+    }
+    save_tensors(context, a, out, lse, rounding);
     save_numbers(context, a);
     return {out, lse};
   }
@@ -55,8 +71,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
     const std::array<bool, 5> wanted =
         wanted_gradients<5>(context, {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask});
-    const auto [query, key, value, attn_mask, key_padding_mask] =
-        call_attention_backward(a, {grads[0], grads[1], saved[6], saved[7], wanted});
+    const auto [query, key, value, attn_mask, key_padding_mask] = output_gradients(a, saved, grads, wanted);
     return {query, key, value, attn_mask, key_padding_mask, at::Tensor()};
   }
 };
@@ -79,8 +94,14 @@ class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const AttentionArguments& a = call.arguments;
     context->set_materialize_grads(false);
-    const auto [out, lse, weights] = call_attention_with_weights(a, call.average);
-    context->save_for_backward({a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse});
+    at::Tensor out, lse, weights, rounding;
+    if (is_half(a.query)) {
+      std::tie(out, lse, weights, rounding) =
+          call_attention_for_backward(a, call.average ? kMeanWeights : kWeightsPerHead);
+    } else {
+      std::tie(out, lse, weights) = call_attention_with_weights(a, call.average);
+    }
+    save_tensors(context, a, out, lse, rounding);
     save_numbers(context, a);
     context->saved_data["average"] = call.average;
     return {out, lse, weights};
@@ -95,8 +116,7 @@ class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
         wanted_gradients<5>(context, {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask});
     variable_list result(6);
     if (grads[0].defined() || grads[1].defined()) {
-      std::tie(result[0], result[1], result[2], result[3], result[4]) =
-          call_attention_backward(a, {grads[0], grads[1], saved[6], saved[7], wanted});
+      std::tie(result[0], result[1], result[2], result[3], result[4]) = output_gradients(a, saved, grads, wanted);
     }
     if (grads[2].defined()) {
       a.value = at::Tensor();
@@ -148,6 +168,14 @@ WeightsResult attention_with_weights_autograd(const AttentionArguments& a, bool 
   return call_attention_with_weights(a, average);
 }
 
+// Where it is differentiated itself, a composition: nothing is saved then, and there is no backward of ours to serve.
+ForBackwardResult attention_for_backward_autograd(const AttentionArguments& a, int64_t weights) {
+  const auto inputs = differentiable(a);
+  if (must_decompose(inputs) || needs_gradient(inputs)) return attention_for_backward_math(a, weights);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_for_backward(a, weights);
+}
+
 WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a, const WeightsCotangents& c) {
   const auto inputs = differentiable(a);
   const std::array<at::Tensor, 1> grads{c.grad_weights};
@@ -164,6 +192,7 @@ TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_autograd>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_autograd>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_autograd>));
+  m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_autograd>));
   m.impl("attention_weights_backward",
          TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_autograd>));
 }

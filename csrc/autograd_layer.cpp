@@ -53,7 +53,8 @@ LayerArguments load_arguments(AutogradContext* context, const variable_list& sav
           data["batch_first"].toBool(),
           data["dropout_p"].toDouble(),
           data["causal"].toInt(),
-          data["scale"].toOptional<double>()};
+          data["scale"].toOptional<double>(),
+          /*keep_rounding=*/false};
 }
 
 // What `apply` gets besides the differentiable tensors. The Function returns `out` alone and leaves the state here:
@@ -71,13 +72,14 @@ class LayerFunction : public torch::autograd::Function<LayerFunction> {
                             const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
                             const OptionalTensor&, const OptionalTensor&, const LayerCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const LayerArguments& a = call.arguments;
+    LayerArguments a = call.arguments;
+    a.keep_rounding = is_half(a.query);
     LayerState& s = call.state;
     at::Tensor out;
-    std::tie(out, s.q, s.k, s.v, s.context, s.lse) = call_multi_head_attention(a);
+    std::tie(out, s.q, s.k, s.v, s.context, s.lse, s.rounding) = call_multi_head_attention(a);
     context->save_for_backward({a.query, a.key, a.value, a.in_proj_weight, a.in_proj_bias, a.out_proj_weight,
                                 a.out_proj_bias, a.attn_mask, a.key_padding_mask, a.dropout_seed, s.q, s.k, s.v,
-                                s.context, s.lse});
+                                s.context, s.lse, s.rounding});
     save_numbers(context, a);
     return out;
   }
@@ -85,7 +87,7 @@ class LayerFunction : public torch::autograd::Function<LayerFunction> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
     const LayerArguments a = load_arguments(context, saved);
-    const LayerState state{saved[10], saved[11], saved[12], saved[13], saved[14]};
+    const LayerState state{saved[10], saved[11], saved[12], saved[13], saved[14], saved[15]};
     const auto wanted = wanted_gradients<kNumLayerGradients>(context, differentiable(a));
     const auto [query, key, value, in_weight, in_bias, out_weight, out_bias, attn_mask, key_padding_mask] =
         call_multi_head_attention_backward(a, {grads[0], state, wanted});
@@ -101,7 +103,7 @@ LayerResult multi_head_attention_autograd(const LayerArguments& a) {
     const at::Tensor out = LayerFunction::apply(inputs[0], to_optional(inputs[1]), to_optional(inputs[2]), inputs[3],
                                                 to_optional(inputs[4]), inputs[5], to_optional(inputs[6]),
                                                 to_optional(inputs[7]), to_optional(inputs[8]), LayerCall{a, s});
-    return {out, s.q, s.k, s.v, s.context, s.lse};
+    return {out, s.q, s.k, s.v, s.context, s.lse, s.rounding};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_multi_head_attention(a);

@@ -27,6 +27,7 @@ TORCH_LIBRARY_IMPL(mha_ext, FuncTorchBatched, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_batched>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_batched>));
+  m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_math>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_math>));
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_batched>));
   m.impl("multi_head_attention_backward",

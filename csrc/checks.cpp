@@ -131,6 +131,15 @@ void check_shape(const Argument& argument, const at::Tensor& tensor, c10::SymInt
   TORCH_CHECK_VALUE(tensor.sym_sizes() == shape, argument, " have shape ", shape, ", got ", tensor.sym_sizes());
 }
 
+// Of out's shape; one axis where it is empty.
+void check_rounding(const Argument& argument, const at::Tensor& rounding, c10::SymIntArrayRef shape,
+                    const at::Tensor& query) {
+  if (!rounding.defined() || rounding.dim() == 1) return;
+  check_shape(argument, rounding, shape);
+  TORCH_CHECK_TYPE(rounding.scalar_type() == at::kBFloat16, argument, " be bfloat16, got ", rounding.scalar_type());
+  check_device(argument, rounding, query);
+}
+
 // Of lse and its gradient: float64 for float64, float32 for everything else.
 void check_lse_kind(const Argument& argument, const at::Tensor& lse, const at::Tensor& query) {
   const at::ScalarType dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -240,6 +249,7 @@ void check_attention_backward(const AttentionArguments& a, const AttentionCotang
     check_shape({function, "grad_out"}, c.grad_out, shape);
     check_same_kind({function, "grad_out"}, c.grad_out, a.query);
   }
+  check_rounding({function, "rounding"}, c.rounding, shape, a.query);
   if (c.grad_lse.defined()) {
     check_shape({function, "grad_lse"}, c.grad_lse, c.lse.sym_sizes());
     check_lse_kind({function, "grad_lse"}, c.grad_lse, a.query);
@@ -286,6 +296,7 @@ void check_layer_backward(const LayerArguments& a, const LayerCotangents& c) {
   check_same_kind({function, "grad_out"}, c.grad_out, a.query);
   check_shape({function, "context"}, c.state.context, context);
   check_same_kind({function, "context"}, c.state.context, a.query);
+  check_rounding({function, "rounding"}, c.state.rounding, context, a.query);
   check_shape({function, "lse"}, c.state.lse, lse);
   check_lse_kind({function, "lse"}, c.state.lse, a.query);
   check_projections(function, a, c.state);

@@ -1,6 +1,7 @@
 #include "composite.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -20,12 +21,26 @@ at::Tensor folded_visible(const Problem& p, const c10::SymInt& kv_heads) {
   return pairs::fold(p.hidden.logical_not().expand_symint(p.softmax.probabilities.sym_sizes()), kv_heads);
 }
 
-// O = W V
+// O = W V in the compute type
 at::Tensor attend(const AttentionArguments& a, const Problem& p, const at::Tensor& weights) {
   const c10::SymInt kv_heads = a.key.sym_size(1);
   const at::Tensor visible = p.value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
   const at::Tensor out = pairs::weighted_sum(pairs::fold(weights, kv_heads), p.value, visible);
-  return lay_out_like_query(pairs::unfold(out, a.query.sym_size(1)).to(a.query.scalar_type()), a.query);
+  return pairs::unfold(out, a.query.sym_size(1));
+}
+
+at::Tensor finish_output(const at::Tensor& out, const at::Tensor& query) {
+  return lay_out_like_query(out.to(query.scalar_type()), query);
+}
+
+at::Tensor finish_weights(const at::Tensor& weights, const at::Tensor& query, bool average) {
+  return (average ? weights.mean(1) : weights).to(query.scalar_type()).contiguous();
+}
+
+at::Tensor rounding_of(const at::Tensor& out, const at::Tensor& query) {
+  if (!is_half(query)) return at::empty({0}, query.options().dtype(at::kBFloat16));
+  const at::Tensor lost = out - out.to(query.scalar_type()).to(out.scalar_type());
+  return lay_out_like_query(lost.nan_to_num(0, 0, 0).to(at::kBFloat16), query);
 }
 
 // dV = W^T dO
@@ -47,7 +62,8 @@ AttentionResult attention_math(const AttentionArguments& a) {
   check_attention("attention", a);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
-  return {attend(a, p, pairs::dropped(p.softmax.probabilities, p)), p.softmax.lse.contiguous()};
+  const at::Tensor out = attend(a, p, pairs::dropped(p.softmax.probabilities, p));
+  return {finish_output(out, a.query), p.softmax.lse.contiguous()};
 }
 
 WeightsResult attention_with_weights_math(const AttentionArguments& a, bool average) {
@@ -55,8 +71,19 @@ WeightsResult attention_with_weights_math(const AttentionArguments& a, bool aver
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
   const at::Tensor used = pairs::dropped(p.softmax.probabilities, p);
-  const at::Tensor weights = (average ? used.mean(1) : used).to(a.query.scalar_type());
-  return {attend(a, p, used), p.softmax.lse.contiguous(), weights.contiguous()};
+  return {finish_output(attend(a, p, used), a.query), p.softmax.lse.contiguous(),
+          finish_weights(used, a.query, average)};
+}
+
+ForBackwardResult attention_for_backward_math(const AttentionArguments& a, int64_t weights) {
+  check_attention("attention_for_backward", a);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
+  const at::Tensor used = pairs::dropped(p.softmax.probabilities, p), out = attend(a, p, used);
+  return {finish_output(out, a.query), p.softmax.lse.contiguous(),
+          weights == kNoWeights ? at::empty({0}, a.query.options())
+                                : finish_weights(used, a.query, weights == kMeanWeights),
+          rounding_of(out, a.query)};
 }
 
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {
@@ -81,6 +108,7 @@ AttentionGradients attention_backward_math(const AttentionArguments& a, const At
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_math>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_math>));
+  m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_math>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
 }
 

@@ -10,6 +10,7 @@ AttentionResult attention_math(const AttentionArguments& arguments);
 AttentionGradients attention_backward_math(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
 WeightsResult attention_with_weights_math(const AttentionArguments& arguments, bool average);
+ForBackwardResult attention_for_backward_math(const AttentionArguments& arguments, int64_t weights);
 // One head after the other, so that the pair tensors of one head are held at a time.
 WeightsGradients attention_weights_backward_math(const AttentionArguments& arguments,
                                                  const WeightsCotangents& cotangents);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 
+#include "attention.h"
+
 namespace mha_ext {
 namespace {
 
@@ -32,7 +34,9 @@ Axes inverse(const Axes& order) {
 
 }  // namespace
 
-at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width) {
+namespace {
+
+at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width, const at::TensorOptions& options) {
   const Axes order = memory_order(query);
   if (!query.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !width.is_symbolic()) {
     // At once, without a view: for one token that is a tenth of the call.
@@ -44,11 +48,22 @@ at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width) {
       strides[axis] = stride;
       stride *= std::max<int64_t>(sizes[axis], 1);
     }
-    return at::empty_strided(sizes, strides, query.options());
+    return at::empty_strided(sizes, strides, options);
   }
   std::array<c10::SymInt, 4> sizes;
   for (int64_t i = 0; i < 4; ++i) sizes[i] = order[i] == 3 ? width : query.sym_size(order[i]);
-  return at::empty_symint(sizes, query.options()).permute(inverse(order));
+  return at::empty_symint(sizes, options).permute(inverse(order));
+}
+
+}  // namespace
+
+at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width) {
+  return empty_like_query(query, width, query.options());
+}
+
+at::Tensor empty_rounding(const at::Tensor& query, const c10::SymInt& width) {
+  const at::TensorOptions options = query.options().dtype(at::kBFloat16);
+  return is_half(query) ? empty_like_query(query, width, options) : at::empty({0}, options);
 }
 
 at::Tensor lay_out_like_query(const at::Tensor& values, const at::Tensor& query) {

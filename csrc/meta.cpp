@@ -52,6 +52,15 @@ WeightsResult attention_with_weights_meta(const AttentionArguments& a, bool aver
   return {out, lse, empty({q.sym_size(0), q.sym_size(1), q.sym_size(2), a.key.sym_size(2)}, q)};
 }
 
+ForBackwardResult attention_for_backward_meta(const AttentionArguments& a, int64_t weights) {
+  check_attention("attention_for_backward", a);
+  const at::Tensor rounding = empty_rounding(a.query, a.value.sym_size(3));
+  if (weights != kNoWeights) {
+    return std::tuple_cat(attention_with_weights_meta(a, weights == kMeanWeights), std::tuple(rounding));
+  }
+  return std::tuple_cat(attention_results(a), std::tuple(empty({0}, a.query), rounding));
+}
+
 WeightsGradients attention_weights_backward_meta(const AttentionArguments& a, const WeightsCotangents& c) {
   check_attention_weights_backward(a, c);
   return {gradient_like(c.output_mask[0], a.query), gradient_like(c.output_mask[1], a.key),
@@ -72,13 +81,18 @@ LayerResult multi_head_attention_meta(const LayerArguments& a) {
   const c10::SymInt batch = a.query.sym_size(a.batch_first ? 0 : 1);
   const c10::SymInt length = a.query.sym_size(a.batch_first ? 1 : 0);
   const at::Tensor lse = at::empty_symint({batch, a.num_heads, length}, lse_options(a.query));
+  const bool keeps = a.keep_rounding && is_half(a.query);
+  const at::TensorOptions bfloat16 = a.query.options().dtype(at::kBFloat16);
+  const at::Tensor rounding = keeps ? at::empty_symint(context.sym_sizes(), bfloat16) : at::empty({0}, bfloat16);
   switch (a.shared_inputs) {
     case kSharedAll:
-      return {out, rows_of(a.query, query_width + 2 * kv_width), none, empty({0}, a.query), context, lse};
+      return {out, rows_of(a.query, query_width + 2 * kv_width), none, empty({0}, a.query), context, lse, rounding};
     case kSharedKeyValue:
-      return {out, rows_of(a.query, query_width), rows_of(a.key, 2 * kv_width), none, context, lse};
+      return {out, rows_of(a.query, query_width), rows_of(a.key, 2 * kv_width), none, context, lse, rounding};
     default:
-      return {out, rows_of(a.query, query_width), rows_of(a.key, kv_width), rows_of(a.value, kv_width), context, lse};
+      return {
+          out,     rows_of(a.query, query_width), rows_of(a.key, kv_width), rows_of(a.value, kv_width), context, lse,
+          rounding};
   }
 }
 
@@ -100,6 +114,7 @@ LayerGradients multi_head_attention_backward_meta(const LayerArguments& a, const
 
 TORCH_LIBRARY_IMPL(mha_ext, Meta, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_meta>));
+  m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_meta>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_meta>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_meta>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_meta>));

@@ -86,7 +86,14 @@ LayerState projected(const LayerArguments& a) {
 LayerState attend(const LayerArguments& a) {
   LayerState s = projected(a);
   at::Tensor heads;
-  std::tie(heads, s.lse) = call_attention(attention_arguments(a, s));
+  if (a.keep_rounding && is_half(a.query)) {
+    at::Tensor weights, rounding;
+    std::tie(heads, s.lse, weights, rounding) = call_attention_for_backward(attention_arguments(a, s), kNoWeights);
+    s.rounding = combine_heads(a, rounding).contiguous();
+  } else {
+    std::tie(heads, s.lse) = call_attention(attention_arguments(a, s));
+    s.rounding = at::empty({0}, heads.options().dtype(at::kBFloat16));
+  }
   s.context = combine_heads(a, heads).contiguous();  // what the Meta kernel promises; the product copies it otherwise
   return s;
 }
@@ -133,7 +140,7 @@ LayerArguments without_unused_rows(const LayerArguments& a) {
 LayerResult compute(const LayerArguments& a) {
   const LayerState s = attend(a);
   const at::Tensor out = linear(s.context, a.out_proj_weight, a.out_proj_bias);
-  return {out, s.q, s.k, s.v, s.context, s.lse};
+  return {out, s.q, s.k, s.v, s.context, s.lse, s.rounding};
 }
 
 at::Tensor side_by_side(const std::vector<at::Tensor>& parts, int64_t dim) {
@@ -248,9 +255,12 @@ LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c)
   if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
     const at::Tensor grad_context =
         Way::product(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});
+    const bool rounded = c.state.rounding.dim() == 3;
+    const at::Tensor rounding = rounded ? split_heads(a, c.state.rounding) : at::Tensor();
     const JoinedGradients grads = Way::joined(
         a, attention_arguments(a, c.state),
-        AttentionCotangents{split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed});
+        AttentionCotangents{
+            split_heads(a, grad_context), {}, split_heads(a, c.state.context), c.state.lse, needed, rounding});
     projection_gradients<Way>(wanted[3] ? without_unused_rows(a) : a, grads.projections, wanted, result);
     result[7] = grads.attn_mask, result[8] = grads.key_padding_mask;
   }
@@ -278,8 +288,8 @@ AttentionResult multi_head_attention_with_weights(const LayerArguments& a, bool 
 
 LayerResult multi_head_attention_differentiable(const LayerArguments& a) {
   check_layer(a);
-  const auto [out, q, k, v, context, lse] = compute(without_unused_rows(a));
-  return {out, q.detach(), k.detach(), v.detach(), context.detach(), lse.detach()};
+  const auto [out, q, k, v, context, lse, rounding] = compute(without_unused_rows(a));
+  return {out, q.detach(), k.detach(), v.detach(), context.detach(), lse.detach(), rounding.detach()};
 }
 
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& a, const LayerCotangents& c) {

@@ -24,13 +24,19 @@ AttentionGradients call_attention_backward(const AttentionArguments& a, const At
   static const auto op = find<decltype(attention_backward_kernel<nullptr>)>("mha_ext::attention_backward");
   return op.call(to_optional(c.grad_out), to_optional(c.grad_lse), a.query, a.key, a.value, to_optional(a.attn_mask),
                  to_optional(a.key_padding_mask), to_optional(a.dropout_seed), c.out, c.lse, a.dropout_p, a.causal,
-                 a.scale, a.num_appended_keys, c.output_mask);
+                 a.scale, a.num_appended_keys, c.output_mask, to_optional(c.rounding));
 }
 
 WeightsResult call_attention_with_weights(const AttentionArguments& a, bool average) {
   static const auto op = find<decltype(attention_with_weights_kernel<nullptr>)>("mha_ext::attention_with_weights");
   return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
                  to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
+}
+
+ForBackwardResult call_attention_for_backward(const AttentionArguments& a, int64_t weights) {
+  static const auto op = find<decltype(attention_for_backward_kernel<nullptr>)>("mha_ext::attention_for_backward");
+  return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, weights);
 }
 
 WeightsGradients call_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
@@ -46,7 +52,7 @@ LayerResult call_multi_head_attention(const LayerArguments& a) {
   return op.call(a.query, a.key, a.value, a.in_proj_weight, to_optional(a.in_proj_bias), a.out_proj_weight,
                  to_optional(a.out_proj_bias), to_optional(a.attn_mask), to_optional(a.key_padding_mask),
                  to_optional(a.dropout_seed), a.num_heads, a.num_kv_heads, a.shared_inputs, a.batch_first, a.dropout_p,
-                 a.causal, a.scale);
+                 a.causal, a.scale, a.keep_rounding);
 }
 
 LayerGradients call_multi_head_attention_backward(const LayerArguments& a, const LayerCotangents& c) {
@@ -55,7 +61,7 @@ LayerGradients call_multi_head_attention_backward(const LayerArguments& a, const
   const LayerState& s = c.state;
   return op.call(c.grad_out, a.query, a.key, a.value, a.in_proj_weight, to_optional(a.in_proj_bias), a.out_proj_weight,
                  to_optional(a.out_proj_bias), to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                 to_optional(a.dropout_seed), s.q, s.k, s.v, s.context, s.lse, a.num_heads, a.num_kv_heads,
+                 to_optional(a.dropout_seed), s.q, s.k, s.v, s.context, s.lse, s.rounding, a.num_heads, a.num_kv_heads,
                  a.shared_inputs, a.batch_first, a.dropout_p, a.causal, a.scale, c.output_mask);
 }
 
@@ -69,13 +75,19 @@ TORCH_LIBRARY(mha_ext, m) {
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, Tensor out, Tensor lse, *, float dropout_p, "
-      "int causal, float? scale, int num_appended_keys, bool[5] output_mask) "
+      "int causal, float? scale, int num_appended_keys, bool[5] output_mask, Tensor? rounding=None) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
       "attention_with_weights(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "Tensor? key_padding_mask=None, Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, "
       "float? scale=None, int num_appended_keys=0, bool average=True) -> (Tensor out, Tensor lse, Tensor weights)",
+      tags);
+  m.def(
+      "attention_for_backward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+      "Tensor? key_padding_mask=None, Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, "
+      "float? scale=None, int num_appended_keys=0, int weights=0) "
+      "-> (Tensor out, Tensor lse, Tensor weights, Tensor rounding)",
       tags);
   m.def(
       "attention_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor? attn_mask, "
@@ -86,13 +98,14 @@ TORCH_LIBRARY(mha_ext, m) {
       "multi_head_attention(Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, Tensor? in_proj_bias, "
       "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "
       "Tensor? dropout_seed=None, *, int num_heads, int num_kv_heads, int shared_inputs=0, bool batch_first=True, "
-      "float dropout_p=0.0, int causal=0, float? scale=None) "
-      "-> (Tensor out, Tensor q, Tensor k, Tensor v, Tensor context, Tensor lse)",
+      "float dropout_p=0.0, int causal=0, float? scale=None, bool keep_rounding=False) "
+      "-> (Tensor out, Tensor q, Tensor k, Tensor v, Tensor context, Tensor lse, Tensor rounding)",
       tags);
   m.def(
       "multi_head_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, "
       "Tensor? in_proj_bias, Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask, "
-      "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor q, Tensor k, Tensor v, Tensor context, Tensor lse, *, "
+      "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor q, Tensor k, Tensor v, Tensor context, Tensor lse, "
+      "Tensor rounding, *, "
       "int num_heads, int num_kv_heads, int shared_inputs, bool batch_first, float dropout_p, int causal, "
       "float? scale, bool[9] output_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

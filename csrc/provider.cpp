@@ -192,7 +192,7 @@ AttentionResult flash_forward(const at::Tensor& query, const at::Tensor& key, co
   }
   check_attention("attention", *a);
   const at::Tensor out = at::empty_like(query);
-  const at::Tensor lse = cpu::attention_into(*a, out).transpose(1, 2).contiguous();
+  const at::Tensor lse = cpu::attention_into(*a, {out}).transpose(1, 2).contiguous();
   lse.masked_fill_(lse == -std::numeric_limits<double>::infinity(), 0.0);
   return {out, lse.transpose(1, 2)};
 }

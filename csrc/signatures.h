@@ -22,10 +22,11 @@ AttentionGradients attention_backward_kernel(const OptionalTensor& grad_out, con
                                              const OptionalTensor& dropout_seed, const at::Tensor& out,
                                              const at::Tensor& lse, double dropout_p, int64_t causal,
                                              std::optional<double> scale, int64_t num_appended_keys,
-                                             std::array<bool, 5> output_mask) {
+                                             std::array<bool, 5> output_mask, const OptionalTensor& rounding) {
   return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
                                       from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
-                   AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse, output_mask});
+                   AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse, output_mask,
+                                       from_optional(rounding)});
 }
 
 template <auto kFunction>
@@ -36,6 +37,17 @@ WeightsResult attention_with_weights_kernel(const at::Tensor& query, const at::T
   return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
                                       from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
                    average);
+}
+
+template <auto kFunction>
+ForBackwardResult attention_for_backward_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                                const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+                                                const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
+                                                std::optional<double> scale, int64_t num_appended_keys,
+                                                int64_t weights) {
+  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
+                   weights);
 }
 
 template <auto kFunction>
@@ -59,11 +71,11 @@ LayerResult multi_head_attention_kernel(const at::Tensor& query, const at::Tenso
                                         const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
                                         const OptionalTensor& dropout_seed, int64_t num_heads, int64_t num_kv_heads,
                                         int64_t shared_inputs, bool batch_first, double dropout_p, int64_t causal,
-                                        std::optional<double> scale) {
+                                        std::optional<double> scale, bool keep_rounding) {
   return kFunction(LayerArguments{query, key, value, in_proj_weight, from_optional(in_proj_bias), out_proj_weight,
                                   from_optional(out_proj_bias), from_optional(attn_mask),
                                   from_optional(key_padding_mask), from_optional(dropout_seed), num_heads, num_kv_heads,
-                                  shared_inputs, batch_first, dropout_p, causal, scale});
+                                  shared_inputs, batch_first, dropout_p, causal, scale, keep_rounding});
 }
 
 template <auto kFunction>
@@ -72,14 +84,14 @@ LayerGradients multi_head_attention_backward_kernel(
     const at::Tensor& in_proj_weight, const OptionalTensor& in_proj_bias, const at::Tensor& out_proj_weight,
     const OptionalTensor& out_proj_bias, const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
     const OptionalTensor& dropout_seed, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const at::Tensor& context, const at::Tensor& lse, int64_t num_heads, int64_t num_kv_heads, int64_t shared_inputs,
-    bool batch_first, double dropout_p, int64_t causal, std::optional<double> scale,
-    std::array<bool, kNumLayerGradients> output_mask) {
+    const at::Tensor& context, const at::Tensor& lse, const at::Tensor& rounding, int64_t num_heads,
+    int64_t num_kv_heads, int64_t shared_inputs, bool batch_first, double dropout_p, int64_t causal,
+    std::optional<double> scale, std::array<bool, kNumLayerGradients> output_mask) {
   return kFunction(LayerArguments{query, key, value, in_proj_weight, from_optional(in_proj_bias), out_proj_weight,
                                   from_optional(out_proj_bias), from_optional(attn_mask),
                                   from_optional(key_padding_mask), from_optional(dropout_seed), num_heads, num_kv_heads,
                                   shared_inputs, batch_first, dropout_p, causal, scale},
-                   LayerCotangents{grad_out, LayerState{q, k, v, context, lse}, output_mask});
+                   LayerCotangents{grad_out, LayerState{q, k, v, context, lse, rounding}, output_mask});
 }
 
 }  // namespace mha_ext

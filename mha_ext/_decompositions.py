@@ -30,7 +30,12 @@ def _kernel(operator: torch._ops.OpOverload[..., Any], keys: DispatchKeySet) -> 
     return call
 
 
-for _operator in (operators.attention, operators.attention_with_weights, operators.multi_head_attention):
+for _operator in (
+    operators.attention,
+    operators.attention_with_weights,
+    operators.attention_for_backward,
+    operators.multi_head_attention,
+):
     _overload = _operator.default
     register_decomposition(_overload)(_kernel(_overload, _COMPOSITION))
     register_decomposition(_overload, type="meta")(_kernel(_overload, _META))

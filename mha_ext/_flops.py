@@ -25,7 +25,7 @@ def _scores(query: Shape, key: Shape) -> int:
     return 2 * batch * num_heads * num_queries * key[2]
 
 
-@register_flop_formula([operators.attention, operators.attention_with_weights])
+@register_flop_formula([operators.attention, operators.attention_with_weights, operators.attention_for_backward])
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
     return _scores(query, key) * (query[3] + value[3])
 

@@ -18,6 +18,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_directly",
+    "attention_for_backward",
     "attention_weights_backward",
     "attention_with_weights",
     "draw_seed",
@@ -77,6 +78,7 @@ from mha_ext._C import multi_head_attention_with_weights as layer_with_weights_d
 operators = torch.ops.mha_ext
 _attention = operators.attention.default
 _attention_backward = operators.attention_backward.default
+_attention_for_backward = operators.attention_for_backward.default
 _attention_with_weights = operators.attention_with_weights.default
 _attention_weights_backward = operators.attention_weights_backward.default
 _multi_head_attention = operators.multi_head_attention.default
@@ -139,8 +141,13 @@ def attention_backward(
     scale: float | None = None,
     num_appended_keys: int = 0,
     output_mask: Sequence[bool] = (True, True, True, False, False),
+    rounding: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of :func:`attention` for query, key, value, attn_mask, key_padding_mask, as ``output_mask`` asks."""
+    """Gradients of :func:`attention` for query, key, value, attn_mask, key_padding_mask, as ``output_mask`` asks.
+
+    ``rounding`` is what :func:`attention_for_backward` gave beside ``out``: without it the gradients of half types are
+    those of a rounded output.
+    """
     result: tuple[Tensor | None, ...] = _attention_backward(
         grad_out,
         grad_lse,
@@ -157,6 +164,43 @@ def attention_backward(
         scale=scale,
         num_appended_keys=num_appended_keys,
         output_mask=output_mask,
+        rounding=rounding,
+    )
+    return result
+
+
+def attention_for_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    causal: int = 0,
+    scale: float | None = None,
+    num_appended_keys: int = 0,
+    weights: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`attention` as autograd calls it for bfloat16 and float16.
+
+    Returns:
+        out and lse; the weights, averaged over heads (``weights=1``) or per head (2), else empty; and what rounding
+            took from out, bfloat16 ``(B, H, T, D_v)``, empty for float32 and float64.
+    """
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _attention_for_backward(
+        query,
+        key,
+        value,
+        attn_mask,
+        key_padding_mask,
+        dropout_seed,
+        dropout_p=dropout_p,
+        causal=causal,
+        scale=scale,
+        num_appended_keys=num_appended_keys,
+        weights=weights,
     )
     return result
 
@@ -246,7 +290,8 @@ def multi_head_attention(
     dropout_p: float = 0.0,
     causal: int = 0,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keep_rounding: bool = False,
+) -> tuple[Tensor, ...]:
     """The whole layer (eq. 20.1) as one node: packed projections, attention, output projection.
 
     Args:
@@ -267,12 +312,14 @@ def multi_head_attention(
         dropout_p: as in :func:`attention`.
         causal: as in :func:`attention`.
         scale: as in :func:`attention`.
+        keep_rounding: keep what rounding takes from the attention output of half types.
 
     Returns:
         The output in the layout of the inputs, then what the backward pass reads: the projections q, k, v
-        (empty where packed into an earlier one), the attention output ``(B, T, H D)`` or ``(T, B, H D)``, and lse.
+        (empty where packed into an earlier one), the attention output ``(B, T, H D)`` or ``(T, B, H D)``, lse, and
+        what rounding took from the attention output, bfloat16, or empty.
     """
-    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _multi_head_attention(
+    result: tuple[Tensor, ...] = _multi_head_attention(
         query,
         key,
         value,
@@ -290,6 +337,7 @@ def multi_head_attention(
         dropout_p=dropout_p,
         causal=causal,
         scale=scale,
+        keep_rounding=keep_rounding,
     )
     return result
 
@@ -311,6 +359,7 @@ def multi_head_attention_backward(
     v: Tensor,
     context: Tensor,
     lse: Tensor,
+    rounding: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -342,6 +391,7 @@ def multi_head_attention_backward(
         v,
         context,
         lse,
+        rounding,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         shared_inputs=shared_inputs,

@@ -66,6 +66,7 @@ class AttentionCache:
         mask: broadcastable to (B, H, T, S), or None.
         out: (B, H, T, D_v).
         lse: (B, H, T), log-sum-exp of each query's scores.
+        rounding: what rounding took from out, (B, H, T, D_v) in bfloat16; empty for float32 and float64.
         shapes: the shapes of Q, K, V and of the mask as the caller gave them.
         array_mask: whether the caller's mask was a NumPy array.
     """
@@ -76,6 +77,7 @@ class AttentionCache:
     mask: Tensor | None
     out: Tensor
     lse: Tensor
+    rounding: Tensor
     shapes: tuple[tuple[int, ...], ...]
     array_mask: bool
 
@@ -295,8 +297,8 @@ def _attend(where: str, qkv: list[Tensor], mask: Mask) -> tuple[Tensor, Attentio
     shapes = tuple(tuple(x.shape) for x in (*qkv, mask) if x is not None)
     q, k, v = (_four_axes(x) for x in qkv)
     four_axes_mask = None if mask is None else _four_axes_mask(where, mask, _all_axes(shapes))
-    out, lse = _ops.attention(q, k, v, four_axes_mask)
-    cache = AttentionCache(q, k, v, four_axes_mask, out, lse, shapes, array_mask)
+    out, lse, _, rounding = _ops.attention_for_backward(q, k, v, four_axes_mask)
+    cache = AttentionCache(q, k, v, four_axes_mask, out, lse, rounding, shapes, array_mask)
     return out.reshape(*shapes[0][:-1], value.size(-1)), cache
 
 
@@ -309,6 +311,7 @@ def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> li
         None,
         *(cache.query, cache.key, cache.value, mask, None, None, cache.out, cache.lse),
         output_mask=(True, True, True, with_mask and differentiable, False),
+        rounding=cache.rounding,
     )
     results: list[Any] = [cast(Tensor, x).reshape(shape) for x, shape in zip(grads, cache.shapes, strict=False)]
     if with_mask and not differentiable:

@@ -57,6 +57,13 @@ def test_weights_need_an_lse_that_can_be_read() -> None:
         ("v", lambda t: t.new_zeros(2, 5, 16), ValueError, r"v must have shape \[0\], got \[2, 5, 16\]"),
         ("context", lambda t: t.bfloat16(), TypeError, "context must have query's dtype Float"),
         ("lse", lambda t: t.half(), TypeError, "lse must be Float, got Half"),
+        (
+            "rounding",
+            lambda t: t.new_zeros(2, 5, 8),
+            ValueError,
+            r"rounding must have shape \[2, 5, 16\], got \[2, 5, 8\]",
+        ),
+        ("rounding", lambda t: torch.zeros(2, 5, 16), TypeError, "rounding must be bfloat16, got Float"),
     ],
 )
 def test_layer_backward(name: str, change: Any, error: type[Exception], message: str) -> None:
@@ -64,7 +71,7 @@ def test_layer_backward(name: str, change: Any, error: type[Exception], message:
     options: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "shared_inputs": 1, "batch_first": True}
     inputs = (x, y, y, in_weight, None, out_weight, None)
     out, *saved = ops.multi_head_attention(*inputs, **options)
-    state = dict(zip(("q", "k", "v", "context", "lse"), saved, strict=True))
+    state = dict(zip(("q", "k", "v", "context", "lse", "rounding"), saved, strict=True))
     state[name] = change(state[name])
     off = {key: value for key, value in OFF.items() if key != "num_appended_keys"}
     wanted = [True, True, False, True, False, True, False, False, False]

@@ -376,3 +376,12 @@ def test_central_differences_in_a_direction_over_many_tiles(count: int) -> None:
         setattr(problem, name, start)
         want = (values[0] - values[1]) / (2 * step)
         assert_within((grad * direction).sum(), want, 1e-6 * max(1.0, float(want.abs())), name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [3, 40])
+def test_nearly_one_hot_rows_of_half_types(dtype: torch.dtype, queries: int) -> None:
+    """dS is a small difference of dP and delta there: the rounding of the output in delta would be most of it."""
+    problem = build(Case(1, 2, 2, queries, 70, 32, dtype=dtype))
+    problem.query *= 8
+    check(problem)

@@ -9,16 +9,16 @@ the problem at hand, so they grow with head size, key length and the magnitude o
 * score  s = scale q.k + bias      e_s  = growth(D) scale |q|.|k| + 4 a (scale |q|.|k| + |bias|)
 * log-sum-exp                      e_l  = sum_j p e_s + growth(S) + 4 a + 3 a |lse|
 * weight p = exp(s - lse)          e_p  = e_s + e_l + 2 a (|s| + |lse|) + 4 a              (relative)
-* output o = sum_j p v             e_o  = sum_j p |v| (e_p + growth(S) + h) + u |o|
-* delta = dO.o                     e_d  = growth(D_v) |dO|.|o| + |dO|.e_o
+* output o = sum_j p v             e_o  = sum_j p |v| (e_p + growth(S)) + u |o|
+* delta = dO.o                     e_d  = growth(D_v) |dO|.|o| + |dO|.(e_o - u |o| + k |o|)
 * dP = dO.v                        e_dp = growth(D_v) |dO|.|v|
-* dS = p (dP - delta + dlse)       e_ds = (e_p + h) |dS| + p (e_dp + e_d + 3 a (|dP| + |delta| + |dlse|))
+* dS = p (dP - delta + dlse)       e_ds = e_p |dS| + p (e_dp + e_d + 3 a (|dP| + |delta| + |dlse|))
 * dQ, dK, dV, dbias: products with the errors above carried through, plus the growth of their own sum, plus u of the
   result.
 
-``h`` is u for bfloat16 and float16, where a weight may be rounded to the storage type before it enters a product;
-otherwise 0. Where numbers are so small that their spacing no longer shrinks, ``smallest`` stands in for u times them;
-an exponential may return 0 there.
+``k`` is u times bfloat16's for bfloat16 and float16, which keep what rounding took from the output, otherwise u.
+Weights and dS are not rounded to the storage type before they enter a product. Where numbers are so small that their
+spacing no longer shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     """Elementwise limits for out, lse and the gradients of query, key, value and the biased scores (see the module's
     text)."""
     u, a = roundoff(dtype), roundoff(sum_dtype(dtype))
-    h = u if dtype in (torch.bfloat16, torch.float16) else 0.0
+    kept = u * roundoff(torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else u
     tiny = smallest(dtype)
     (queries, dim), (keys, dim_v) = exact.query.shape[-2:], exact.value.shape[-2:]
     products = abs(exact.scale) * (exact.query.abs() @ exact.key.abs().mT)
@@ -100,25 +100,25 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     e_l = (exact.weights * e_s).sum(-1, keepdim=True) + growth(keys, dtype) + 4 * a + 3 * a * lse.abs()
     e_p = e_s + e_l + 2 * a * (products + bias.abs() + lse.abs()) + 4 * a
     used = exact.weights * exact.drop
-    e_o = (used * (e_p + growth(keys, dtype) + h)) @ exact.value.abs() + u * exact.out.abs()
-    e_o = e_o + tiny * (1 + exact.value.abs().sum(-2, keepdim=True))
-    limits = {"out": e_o, "lse": e_l[..., 0]}
+    e_sum = (used * (e_p + growth(keys, dtype))) @ exact.value.abs()
+    e_sum = e_sum + tiny * (1 + exact.value.abs().sum(-2, keepdim=True))
+    limits = {"out": e_sum + u * exact.out.abs(), "lse": e_l[..., 0]}
     if not grads:
         return limits
     d_out = exact.grad_out.abs()
     d_scores = exact.grad_scores().abs()
     d_weights = exact.drop * (d_out @ exact.value.abs().mT)
     delta = (d_out * exact.out.abs()).sum(-1, keepdim=True)
-    e_d = growth(dim_v, dtype) * delta + (d_out * e_o).sum(-1, keepdim=True)
+    e_d = growth(dim_v, dtype) * delta + (d_out * (e_sum + kept * exact.out.abs())).sum(-1, keepdim=True)
     e_dp = growth(dim_v, dtype) * d_weights
     rest = e_dp + e_d + 3 * a * (d_weights + delta + exact.grad_lse.abs()[..., None])
-    e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
+    e_ds = e_p * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
     shared = queries * (exact.query.shape[1] // max(kv_heads, 1))
     query = (
         abs(exact.scale) * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
     )
-    key = abs(exact.scale) * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
-    value = (used * (e_p + h + growth(shared, dtype)) + tiny).mT @ d_out
+    key = abs(exact.scale) * ((e_ds + growth(shared, dtype) * d_scores).mT @ exact.query.abs())
+    value = (used * (e_p + growth(shared, dtype)) + tiny).mT @ d_out
     limits["query"] = query + tiny
     limits["key"] = fold_heads(key, kv_heads) + u * exact.grads["key"].abs() + tiny
     limits["value"] = fold_heads(value, kv_heads) + u * exact.grads["value"].abs() + tiny

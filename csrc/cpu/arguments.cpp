@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "dispatch.h"
+#include "forward_into.h"
 #include "parallel.h"
 #include "schedule.h"
 
@@ -151,6 +152,14 @@ BoundArguments bind(const AttentionArguments& args) {
     p.masks[1] = mask_view(bound.key_padding_mask, /*true_hides=*/true);
   }
   return bound;
+}
+
+kernels::ForwardParams bind_outputs(const BoundArguments& bound, const OutputTargets& targets) {
+  kernels::ForwardParams forward;
+  forward.attention = bound.params;
+  forward.out = mutable_view_of(targets.out);
+  if (targets.rounding.defined() && targets.rounding.dim() == 4) forward.rounding = mutable_view_of(targets.rounding);
+  return forward;
 }
 
 }  // namespace mha_ext::cpu

@@ -21,4 +21,8 @@ struct BoundArguments {
 
 BoundArguments bind(const AttentionArguments& args);
 
+// The forward kernels' parameters without lse.
+struct OutputTargets;
+kernels::ForwardParams bind_outputs(const BoundArguments& bound, const OutputTargets& targets);
+
 }  // namespace mha_ext::cpu

@@ -19,6 +19,7 @@ AttentionGradients attention_backward_into(const AttentionArguments& args, const
   if (cotangents.grad_out.defined()) {
     b.out = view_of(cotangents.out);
     b.grad_out = view_of(cotangents.grad_out);
+    if (cotangents.rounding.defined() && cotangents.rounding.dim() == 4) b.rounding = view_of(cotangents.rounding);
   }
   if (cotangents.grad_lse.defined()) {
     grad_lse = cotangents.grad_lse.to(lse.scalar_type()).contiguous();

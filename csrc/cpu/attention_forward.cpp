@@ -40,10 +40,10 @@ void attend_in_blocks(kernels::ForwardParams& forward, const kernels::KernelTabl
 
 }  // namespace
 
-at::Tensor attention_into(const AttentionArguments& args, const at::Tensor& out) {
+at::Tensor attention_into(const AttentionArguments& args, const OutputTargets& targets) {
   const BoundArguments bound = bind(args);
   const at::ScalarType type = compute_type(args.query);
-  kernels::ForwardParams forward{bound.params, mutable_view_of(out), nullptr};
+  kernels::ForwardParams forward = bind_outputs(bound, targets);
   kernels::AttentionParams& p = forward.attention;
   const at::Tensor lse = at::empty({p.batch, p.heads, p.num_queries}, args.query.options().dtype(type));
   if (lse.numel() == 0) return lse;
@@ -63,11 +63,25 @@ namespace {
 AttentionResult attention(const AttentionArguments& args) {
   check_attention("attention", args);
   const at::Tensor out = empty_like_query(args.query, args.value.size(3));
-  return {out, attention_into(args, out)};
+  return {out, attention_into(args, {out})};
+}
+
+ForBackwardResult attention_for_backward(const AttentionArguments& args, int64_t weights) {
+  check_attention("attention_for_backward", args);
+  const int64_t width = args.value.size(3);
+  const OutputTargets targets{empty_like_query(args.query, width), empty_rounding(args.query, width)};
+  if (weights == kNoWeights) {
+    return {targets.out, attention_into(args, targets), at::empty({0}, args.query.options()), targets.rounding};
+  }
+  const auto [lse, matrix] = attention_with_weights_into(args, weights == kMeanWeights, targets);
+  return {targets.out, lse, matrix, targets.rounding};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(mha_ext, CPU, m) { m.impl("attention", &attention_kernel<attention>); }
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  m.impl("attention", &attention_kernel<attention>);
+  m.impl("attention_for_backward", &attention_for_backward_kernel<attention_for_backward>);
+}
 
 }  // namespace mha_ext::cpu

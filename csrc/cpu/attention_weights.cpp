@@ -13,7 +13,7 @@
 namespace mha_ext::cpu {
 
 std::tuple<at::Tensor, at::Tensor> attention_with_weights_into(const AttentionArguments& args, bool average,
-                                                               const at::Tensor& out) {
+                                                               const OutputTargets& targets) {
   BoundArguments bound = bind(args);
   kernels::AttentionParams& p = bound.params;
   const at::ScalarType type = compute_type(args.query);
@@ -26,9 +26,9 @@ std::tuple<at::Tensor, at::Tensor> attention_with_weights_into(const AttentionAr
   const int64_t head_count = average ? p.heads : 1, first_heads = p.heads / head_count;
   p.query_block = query_block_size(p.num_queries, kernel.vector_width,
                                    most_weights_queries(p.num_queries, p.num_keys, p.batch * first_heads));
-  const kernels::WeightsParams w{{p, mutable_view_of(out), lse.mutable_data_ptr()},
-                                 mutable_view_of(average ? weights.unsqueeze(1) : weights),
-                                 head_count,
+  kernels::ForwardParams forward = bind_outputs(bound, targets);
+  forward.lse = lse.mutable_data_ptr();
+  const kernels::WeightsParams w{forward, mutable_view_of(average ? weights.unsqueeze(1) : weights), head_count,
                                  1.0 / static_cast<double>(head_count)};
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
   const double multiply_adds = static_cast<double>(p.query_block) * static_cast<double>(p.num_keys) *
@@ -49,7 +49,7 @@ namespace {
 WeightsResult attention_with_weights(const AttentionArguments& args, bool average) {
   check_attention("attention_with_weights", args);
   const at::Tensor out = empty_like_query(args.query, args.value.size(3));
-  const auto [lse, weights] = attention_with_weights_into(args, average, out);
+  const auto [lse, weights] = attention_with_weights_into(args, average, {out});
   return {out, lse, weights};
 }
 

@@ -93,9 +93,14 @@ LayerResult multi_head_attention(const LayerArguments& a) {
   check_layer(a);
   LayerState s = projected(a);
   s.context = empty_context(a);
-  s.lse = attention_into(attention_arguments(a, s), heads_of(a, s.context, {0, a.num_heads}));
+  const layer::HeadRows heads{0, a.num_heads};
+  const at::TensorOptions bfloat16 = a.query.options().dtype(at::kBFloat16);
+  const bool keeps = a.keep_rounding && is_half(a.query);
+  s.rounding = keeps ? at::empty(s.context.sizes(), bfloat16) : at::empty({0}, bfloat16);
+  s.lse = attention_into(attention_arguments(a, s),
+                         {heads_of(a, s.context, heads), keeps ? heads_of(a, s.rounding, heads) : at::Tensor()});
   const at::Tensor out = linear_map(s.context, a.out_proj_weight, to_optional(a.out_proj_bias));
-  return {out, s.q, s.k, s.v, s.context, s.lse};
+  return {out, s.q, s.k, s.v, s.context, s.lse, s.rounding};
 }
 
 }  // namespace
@@ -104,7 +109,7 @@ AttentionResult layer_with_weights(const LayerArguments& a, bool average) {
   const LayerState s = projected(a);
   const at::Tensor context = empty_context(a);
   const at::Tensor weights = std::get<1>(
-      attention_with_weights_into(attention_arguments(a, s), average, heads_of(a, context, {0, a.num_heads})));
+      attention_with_weights_into(attention_arguments(a, s), average, {heads_of(a, context, {0, a.num_heads})}));
   return {linear_map(context, a.out_proj_weight, to_optional(a.out_proj_bias)), weights};
 }
 

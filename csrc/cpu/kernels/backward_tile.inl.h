@@ -79,7 +79,7 @@ void load_grad_rows(const BackwardParams& b, const QueryBlock& block, int64_t la
     read_pair_columns<V>(b.grad_out, block, lanes, cols, s.grad_rows, s.grad_columns);
   }
   read_rows<V>(b.grad_out, block, lanes, cols, Scalar(1), s.grad_rows, dv);
-  read_rows<V>(b.out, block, lanes, cols, Scalar(1), s.out_rows, dv);
+  read_output<V>(b, block, lanes, s.out_rows, dv);
   if constexpr (!V::kMultipliesPairs) transpose<V>(s.grad_rows, dv, lanes, dv, s.grad_columns, lanes);
 }
 

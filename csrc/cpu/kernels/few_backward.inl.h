@@ -63,7 +63,7 @@ void load_few_rows(const BackwardParams& b, const KeyRange& range, const GroupRo
       __builtin_memset(grad, 0, static_cast<size_t>(width) * sizeof(Scalar));
     } else {
       read_rows<V>(b.grad_out, one, 1, p.value_dim, Scalar(1), grad, width);
-      read_rows<V>(b.out, one, 1, p.value_dim, Scalar(1), s.out_row, width);
+      read_output<V>(b, one, 1, s.out_row, width);
       typename V::Vec sum = V::zero();
       for (int64_t c = 0; c < width; c += V::kWidth) sum += V::load(grad + c) * V::load(s.out_row + c);
       for (int i = 0; i < V::kWidth; ++i) delta += sum[i];

@@ -134,6 +134,9 @@ void finish_few(const ForwardParams& f, const QueryBlock& row, const typename V:
     V::store(out_row + value.offset(slot), V::load(accumulator + slot * V::kWidth) * factor);
   }
   write_rows(f.out, row, p.value_dim, out_row, value.padded());
+  if constexpr (sizeof(Scalar) == sizeof(float)) {
+    if (f.rounding.data != nullptr) write_rounding(f.rounding, f.out.type, row, p.value_dim, out_row, value.padded());
+  }
 }
 
 // One row of one range as it is kept until the ranges are merged: O, m, l.

@@ -91,6 +91,9 @@ void finish_forward(const ForwardParams& f, const QueryBlock& block, int64_t lan
   }
   write_columns<V>(f.out, block, lanes, p.value_dim, s.accumulator, s.out_rows, width,
                    [&](auto x, int64_t lane) { return x * V::load(s.softmax.rescale + lane); });
+  if constexpr (sizeof(Scalar) == sizeof(float)) {
+    if (f.rounding.data != nullptr) write_rounding(f.rounding, f.out.type, block, p.value_dim, s.out_rows, width);
+  }
 }
 
 template <class V>

@@ -44,7 +44,7 @@ struct GemmOperands {
   int64_t depth;                   // k; may be zero
   const Scalar* factor = nullptr;  // Start::Scale: one factor a lane
   int64_t begin = 0;               // the first k
-  Scalar times = 1;                // of pairs: what every sum is multiplied with
+  Scalar times = 1;                // of pairs, and Start::Zero: what every sum is multiplied with
 };
 
 template <class V, Lhs kLhs, Start kStart, int64_t kTerms, int R, int kCols, typename Term>
@@ -83,12 +83,13 @@ MHA_EXT_INLINE void gemm_block(const GemmOperands<typename V::Scalar, Term>& g, 
 #pragma GCC unroll 4
       for (int j = 0; j < kCols; ++j) {
         Scalar* sum = c + r * g.ldc + j * V::kWidth;
-        if constexpr (!kScalars) acc[r][j] *= g.times;
         if (kStart == Start::Scale && first) {
           acc[r][j] += V::load(sum) * V::load(g.factor + col + j * V::kWidth);
         } else if (kStart != Start::Zero || !first) {
           acc[r][j] += V::load(sum);
         }
+        // Last of all: fused with an addition in some blocks and not in others, it would round differently.
+        if constexpr (!kScalars) acc[r][j] = k < g.depth ? acc[r][j] : acc[r][j] * g.times;
         V::store(sum, acc[r][j]);
       }
     }

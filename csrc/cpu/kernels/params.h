@@ -66,9 +66,10 @@ struct AttentionParams {
 };
 
 // out (B, H, T_q, D_v) and lse (B, H, T_q) contiguous, in the compute type. Rows with no visible key: out 0, lse -inf.
+// `rounding`, unless its data is null, is bfloat16 of out's shape and gets what rounding to out's type took from it.
 struct ForwardParams {
   AttentionParams attention;
-  MutableTensorView out;
+  MutableTensorView out, rounding;
   void* lse = nullptr;
   // Few queries: what ranges of `range_keys` keys leave until they are merged; null when there is one range.
   void* partial = nullptr;
@@ -81,9 +82,11 @@ struct ForwardParams {
 // Keys come in ranges of `range_keys`, whose shares of dQ are added in order. `grad_query_shares`, when set, receives
 // each range's share before it is scaled, in the compute type as [range][B][H][T_q][D], instead of `grad_query` their
 // sum.
+// `rounding`, unless its data is null, is what the forward pass left there: without it delta = rowsum(dO O) is off by a
+// rounding of O, which is most of dS in a row that attends to nearly one key alone.
 struct BackwardParams {
   AttentionParams attention;
-  TensorView out, grad_out;
+  TensorView out, rounding, grad_out;
   TensorView grad_weights;
   double weights_factor = 1.0;
   const void* lse = nullptr;

@@ -156,6 +156,51 @@ MHA_EXT_INLINE void write_rows(const MutableTensorView& t, const QueryBlock& blo
   write_rows_of<double>(t, block, cols, src, ld);
 }
 
+// dst += rows of a bfloat16 tensor.
+inline void add_rows(const TensorView& t, const QueryBlock& block, int64_t cols, float* dst, int64_t ld) {
+  const auto* src = static_cast<const BFloat16*>(t.data) + block.batch * t.stride_b + block.head * t.stride_h +
+                    block.begin * t.stride_t;
+  for (int64_t r = 0; r < block.count; ++r) {
+    for (int64_t c = 0; c < cols; ++c) dst[r * ld + c] += widen(src[r * t.stride_t + c * t.stride_d]);
+  }
+}
+
+// Rows of O as the forward pass computed it.
+template <class V>
+void read_output(const BackwardParams& b, const QueryBlock& block, int64_t rows_padded, typename V::Scalar* dst,
+                 int64_t ld) {
+  read_rows<V>(b.out, block, rows_padded, b.attention.value_dim, typename V::Scalar(1), dst, ld);
+  if constexpr (sizeof(typename V::Scalar) == sizeof(float)) {
+    if (b.rounding.data != nullptr) add_rows(b.rounding, block, b.attention.value_dim, dst, ld);
+  }
+}
+
+template <typename Element>
+MHA_EXT_INLINE BFloat16 lost_in(float x) {
+  Element rounded;
+  narrow(x, rounded);
+  const float lost = x - widen(rounded);
+  BFloat16 result;
+  narrow(__builtin_isfinite(lost) ? lost : 0.0f, result);
+  return result;
+}
+
+// What write_rows loses where `type` is a half type; nothing of a number that is not finite, or becomes so.
+inline void write_rounding(const MutableTensorView& t, ElementType type, const QueryBlock& block, int64_t cols,
+                           const float* src, int64_t ld) {
+  auto* dst =
+      static_cast<BFloat16*>(t.data) + block.batch * t.stride_b + block.head * t.stride_h + block.begin * t.stride_t;
+  for (int64_t r = 0; r < block.count; ++r) {
+    BFloat16* row = dst + r * t.stride_t;
+    const float* x = src + r * ld;
+    if (type == ElementType::BFloat16) {
+      for (int64_t c = 0; c < cols; ++c) row[c * t.stride_d] = lost_in<BFloat16>(x[c]);
+    } else {
+      for (int64_t c = 0; c < cols; ++c) row[c * t.stride_d] = lost_in<Float16>(x[c]);
+    }
+  }
+}
+
 struct Unchanged {
   template <class Vec>
   MHA_EXT_INLINE Vec operator()(Vec x, int64_t /*col*/) const {
