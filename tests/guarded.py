@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-END, START = "end", "start"
+PLAIN, END, START = "plain", "end", "start"
 ALLOCATOR = Path(__file__).with_name("guarded_allocator.c")
 _GUARD = 16 * mmap.PAGESIZE
 _NOTHING, _READ = 0, 1  # PROT_NONE, PROT_READ
@@ -50,6 +50,7 @@ def guarded(x: Tensor, side: str) -> Tensor:
     return flat.as_strided(x.shape, x.stride())
 
 
-def guard_allocations(side: str | None) -> None:
-    """From now on torch's own allocations lie at such pages as well, where tests/guarded_allocator.c was preloaded."""
-    _libc.guard_allocations({None: 0, END: 1, START: 2}[side])
+def guard_allocations(side: str) -> None:
+    """Which side of torch's own allocations from now on lies at such pages, where tests/guarded_allocator.c was
+    preloaded."""
+    _libc.guard_allocations((PLAIN, END, START).index(side))
