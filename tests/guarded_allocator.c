@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 enum { kPage = 4096, kGuard = 16 * kPage, kPattern = 0xA5, kOff = 0, kEnd = 1, kStart = 2 };
-static const size_t kArena = (size_t)1 << 38;
+static const size_t kArena = (size_t)1 << 36;
 
 typedef struct {
   size_t size, pages;
