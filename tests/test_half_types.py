@@ -45,9 +45,9 @@ def test_odd_sizes(capability: str, dtype: torch.dtype) -> None:
 @EVERY
 def test_causal_edges_beside_the_edges_of_tiles(capability: str, dtype: torch.dtype) -> None:
     with cpu_capability(capability):
-        for queries, more in itertools.product((15, 16, 17, 31, 32, 33, 63, 64, 65, 129), (-14, -1, 0, 1, 16, 31)):
-            for causal in (1, 2):
-                check(build(Case(1, 1, 1, queries, queries + more, 33, 17, dtype, causal=causal)))
+        sizes = itertools.product((15, 16, 17, 31, 33, 63, 65, 129), (-14, -1, 0, 1, 31))
+        for n, (queries, more) in enumerate(sizes):  # eight by five: each size meets both alignments
+            check(build(Case(1, 1, 1, queries, queries + more, 33, 17, dtype, causal=1 + n % 2)))
 
 
 # ------------------------------------------------------------------------------------------- what lies behind the masks
