@@ -12,7 +12,7 @@ import torch
 from cases import LAYOUTS, Case, Problem, build, check, exact, ops, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from switches import cpu_capability
+from switches import cpu_capability, threads
 from test_special_values import nan_patterns
 from tolerances import Exact, assert_within, attention_limits, fold_heads, growth, roundoff
 from torch import Tensor
@@ -48,6 +48,21 @@ def test_causal_edges_beside_the_edges_of_tiles(capability: str, dtype: torch.dt
         sizes = itertools.product((15, 16, 17, 31, 33, 63, 65, 129), (-14, -1, 0, 1, 31))
         for n, (queries, more) in enumerate(sizes):  # eight by five: each size meets both alignments
             check(build(Case(1, 1, 1, queries, queries + more, 33, 17, dtype, causal=1 + n % 2)))
+
+
+@HALVES
+@EVERY
+def test_thread_count_changes_no_bit(capability: str, dtype: torch.dtype) -> None:
+    """Nor do the sizes of the blocks that it decides: heads of one piece of a sum or several, blocks with a rest."""
+    with cpu_capability(capability):
+        for queries, keys, dim in itertools.product((97, 127, 130), (33, 200), (33, 64, 65, 80, 128)):
+            problem = build(Case(1, 4, 2, queries, keys, dim, dim, dtype))
+            results = []
+            for count in (1, 2, 3):
+                with threads(count):
+                    results.append(everything(problem))
+            for found in results[1:]:
+                assert all(map(torch.equal, results[0], found)), problem.case
 
 
 # ------------------------------------------------------------------------------------------- what lies behind the masks
