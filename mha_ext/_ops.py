@@ -170,38 +170,15 @@ def attention_backward(
 
 
 def attention_for_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    dropout_seed: Tensor | None = None,
-    *,
-    dropout_p: float = 0.0,
-    causal: int = 0,
-    scale: float | None = None,
-    num_appended_keys: int = 0,
-    weights: int = 0,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`attention` as autograd calls it for bfloat16 and float16.
+    """:func:`attention` as autograd calls it for bfloat16 and float16, which it does with the other arguments too.
 
     Returns:
-        out and lse; the weights, averaged over heads (``weights=1``) or per head (2), else empty; and what rounding
-            took from out, bfloat16 ``(B, H, T, D_v)``, empty for float32 and float64.
+        out and lse; the weights, empty here; and what rounding took from out, ``(B, H, T, D_v)`` in bfloat16, empty
+            for float32 and float64.
     """
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _attention_for_backward(
-        query,
-        key,
-        value,
-        attn_mask,
-        key_padding_mask,
-        dropout_seed,
-        dropout_p=dropout_p,
-        causal=causal,
-        scale=scale,
-        num_appended_keys=num_appended_keys,
-        weights=weights,
-    )
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _attention_for_backward(query, key, value, attn_mask)
     return result
 
 

@@ -11,8 +11,8 @@ Equations::
     dW_O = Ycat^T dY,  dYcat = dY W_O^T                                                           (20.2)
     dW_Q = Xq^T dQ,  dXq = dQ W_Q^T, and likewise for K and V                                     (20.3)
 
-A cache holds queries, keys, values, output and the log-sum-exp of each query's scores. The weights, T x S numbers a
-head, are never stored: the backward pass computes them again, one tile at a time.
+A cache holds what its class says. The weights, T x S numbers a head, are never stored: the backward pass computes them
+again, one tile at a time.
 """
 
 from __future__ import annotations
@@ -289,17 +289,15 @@ def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 def _attend(where: str, qkv: list[Tensor], mask: Mask) -> tuple[Tensor, AttentionCache]:
     """The operator on any leading axes."""
-    query, key, value = qkv
-    _check_attention(where, query, key, value)
+    _check_attention(where, *qkv)
     array_mask = not isinstance(mask, Tensor)
-    if mask is not None:
-        mask = tensor(where, "mask", mask)
+    mask = None if mask is None else tensor(where, "mask", mask)
     shapes = tuple(tuple(x.shape) for x in (*qkv, mask) if x is not None)
     q, k, v = (_four_axes(x) for x in qkv)
     four_axes_mask = None if mask is None else _four_axes_mask(where, mask, _all_axes(shapes))
     out, lse, _, rounding = _ops.attention_for_backward(q, k, v, four_axes_mask)
     cache = AttentionCache(q, k, v, four_axes_mask, out, lse, rounding, shapes, array_mask)
-    return out.reshape(*shapes[0][:-1], value.size(-1)), cache
+    return out.reshape(*shapes[0][:-1], v.size(-1)), cache
 
 
 def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> list[Any]:
@@ -307,8 +305,7 @@ def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> li
     mask = cache.mask
     differentiable = mask is not None and mask.is_floating_point()
     *grads, grad_mask, _ = _ops.attention_backward(
-        _four_axes(grad),
-        None,
+        *(_four_axes(grad), None),
         *(cache.query, cache.key, cache.value, mask, None, None, cache.out, cache.lse),
         output_mask=(True, True, True, with_mask and differentiable, False),
         rounding=cache.rounding,

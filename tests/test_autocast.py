@@ -11,7 +11,7 @@ import torch
 from cases import Case, build
 from layer_cases import last_hidden, make, sequence
 from torch import Tensor
-from tracing import FUSED, PIECES, WITH_WEIGHTS, Operators
+from tracing import FUSED, PIECES, TO_DIFFERENTIATE, Operators
 
 from mha_ext import functional
 
@@ -76,7 +76,7 @@ def test_the_module(options: dict[str, Any], masked: bool, need_weights: bool, d
     assert_same(found, wanted, [x.dtype for x in wanted])
     assert_same(gradients, want_gradients, [torch.float32] * len(gradients))
     is_fused = not need_weights and not (module.bias_k is not None or module.kdim != WIDTH)
-    assert_half_ran(trace, dtype, FUSED if is_fused else WITH_WEIGHTS if need_weights else PIECES)
+    assert_half_ran(trace, dtype, FUSED if is_fused else TO_DIFFERENTIATE)
 
 
 @HALVES
@@ -111,7 +111,7 @@ def test_attention_on_heads(return_weights: Any, given: torch.dtype, dtype: torc
             )  # fmt: skip
             with torch.autocast("cpu", enabled=False):
                 gradients = torch.autograd.grad(loss([x.nan_to_num(neginf=0.0) for x in found]), leaves)
-        assert_half_ran(trace, dtype, PIECES if return_weights is None else WITH_WEIGHTS)
+        assert_half_ran(trace, dtype, TO_DIFFERENTIATE)
         results.append([*found, *gradients])
     assert results[0][0].dtype == dtype and results[0][1].dtype == torch.float32
     for ours, want in zip(*results, strict=True):
@@ -133,7 +133,7 @@ def test_the_layer_as_a_function(need_weights: bool, dtype: torch.dtype) -> None
             )
             with torch.autocast("cpu", enabled=False):
                 gradients = torch.autograd.grad(loss([y for y in found if y is not None]), leaves)
-        assert_half_ran(trace, dtype, WITH_WEIGHTS if need_weights else FUSED)
+        assert_half_ran(trace, dtype, TO_DIFFERENTIATE if need_weights else FUSED)
         results.append([*(y for y in found if y is not None), *gradients])
     for ours, want in zip(*results, strict=True):
         assert ours.dtype == want.dtype and torch.equal(ours, want)

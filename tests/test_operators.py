@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, Case, build, exact, lies_like, ops, run
 from layer_cases import last_hidden, sequence
-from tolerances import assert_within, attention_limits
+from tolerances import assert_within, attention_limits, roundoff
 from torch import Tensor
 
 NAMES = (
     "attention",
     "attention_backward",
+    "attention_for_backward",
     "attention_weights_backward",
     "attention_with_weights",
     "multi_head_attention",
@@ -53,6 +55,43 @@ def test_opcheck_attention_backward(case: Case, with_lse: bool) -> None:
     wanted = [True, True, True, *[m is not None and m.is_floating_point() for m in floats]]
     arguments = (problem.grad_out, problem.grad_lse if with_lse else None, *problem.tensors, out, lse)
     torch.library.opcheck(ops.attention_backward.default, arguments, {**problem.options, "output_mask": wanted})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("weights", [0, 1, 2])
+def test_opcheck_attention_for_backward(case: Case, weights: int) -> None:
+    problem = build(case)
+    options = {**problem.options, "weights": weights}
+    torch.library.opcheck(ops.attention_for_backward.default, needing_gradients(problem.tensors), options)
+    out, lse, matrix, rounding = ops.attention_for_backward(*problem.tensors, **options)
+    if weights:
+        want = ops.attention_with_weights(*problem.tensors, **problem.options, average=weights == 1)
+        assert all(torch.equal(a, b) for a, b in zip((out, lse, matrix), want, strict=True))
+    else:
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip((out, lse), ops.attention(*problem.tensors, **problem.options), strict=True)
+        )
+        assert matrix.shape == (0,)
+    wanted = [True, True, True, False, False]
+    arguments = (problem.grad_out, problem.grad_lse, *problem.tensors, out, lse)
+    backward = {**problem.options, "output_mask": wanted, "rounding": rounding}
+    torch.library.opcheck(ops.attention_backward.default, arguments, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [0, 1, 2])
+@pytest.mark.parametrize("queries", [3, 33])
+def test_output_and_rounding_together_are_the_output(dtype: torch.dtype, weights: int, queries: int) -> None:
+    """To bfloat16's precision of what rounding took; the kernels' and the composition's."""
+    problem = build(Case(1, 2, 2, queries, 40, 16, 24, dtype=dtype, causal=1, layout="bthd"))
+    kernels = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+    for call in (ops.attention_for_backward, partial(ops.attention_for_backward.default.redispatch, kernels)):
+        out, *_, rounding = call(*problem.tensors, **problem.options, weights=weights)
+        assert rounding.dtype == torch.bfloat16 and rounding.stride() == out.stride()
+        whole, want = out.double() + rounding.double(), exact(problem).out
+        limit = attention_limits(exact(problem), torch.float32, 2, grads=False)["out"]
+        assert_within(whole, want, limit + roundoff(torch.bfloat16) * roundoff(dtype) * want.abs())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FUSED, PIECES = "mha_ext::multi_head_attention", "mha_ext::attention"
 WITH_WEIGHTS = "mha_ext::attention_with_weights"
+TO_DIFFERENTIATE = "mha_ext::attention_for_backward"  # either, where half types are differentiated
 PYTORCHS = {
     "aten::_transformer_encoder_layer_fwd",
     "aten::_native_multi_head_attention",
@@ -17,7 +18,7 @@ PYTORCHS = {
     "aten::_scaled_dot_product_attention_math",
     "aten::_softmax",
 }
-OWN_DTYPE = {"attn_mask", "key_padding_mask", "dropout_seed", "lse", "grad_lse"}
+OWN_DTYPE = {"attn_mask", "key_padding_mask", "dropout_seed", "lse", "grad_lse", "rounding"}
 
 
 class Operators(TorchDispatchMode):
@@ -41,7 +42,7 @@ class Operators(TorchDispatchMode):
     @property
     def ours(self) -> int:
         """How often an attention of ours ran, in one operator or in pieces."""
-        return sum(self.counts.get(name, 0) for name in (FUSED, PIECES, WITH_WEIGHTS))
+        return sum(self.counts.get(name, 0) for name in (FUSED, PIECES, WITH_WEIGHTS, TO_DIFFERENTIATE))
 
     @property
     def theirs(self) -> set[str]:
