@@ -304,11 +304,10 @@ def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> li
     """The gradients of Q, K and V in the caller's shapes and, if asked for, that of the mask, as the caller gave it."""
     mask = cache.mask
     differentiable = mask is not None and mask.is_floating_point()
+    saved = (cache.query, cache.key, cache.value, mask, None, None, cache.out, cache.lse)
+    wanted = (True, True, True, with_mask and differentiable, False)
     *grads, grad_mask, _ = _ops.attention_backward(
-        *(_four_axes(grad), None),
-        *(cache.query, cache.key, cache.value, mask, None, None, cache.out, cache.lse),
-        output_mask=(True, True, True, with_mask and differentiable, False),
-        rounding=cache.rounding,
+        _four_axes(grad), None, *saved, output_mask=wanted, rounding=cache.rounding
     )
     results: list[Any] = [cast(Tensor, x).reshape(shape) for x, shape in zip(grads, cache.shapes, strict=False)]
     if with_mask and not differentiable:
