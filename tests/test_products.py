@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import DTYPES
 from switches import cpu_capability, threads
-from tolerances import assert_within, roundoff
+from tolerances import assert_within, growth, roundoff, smallest
 from torch import Tensor
 
 import mha_ext
+from mha_ext.layer import linear
 
 EMBED = 256
 # With AVX-512 the first two are for the kernels (csrc/cpu/short_linear.cpp), and 160 x 256 x 768 is large
@@ -50,6 +52,30 @@ def test_training_against_float64(capability: str, dtype: torch.dtype, need_weig
     for ours, want in zip(found, wanted, strict=True):
         limit = 8 * 768**0.5 * (roundoff(dtype) + roundoff(torch.float64)) * float(want.abs().max())
         assert_within(ours, want, limit)
+
+
+@pytest.mark.parametrize("capability", mha_ext.available_cpu_capabilities())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "columns"), [(1, 3), (2, 65), (30, 64), (65, 33), (130, 130), (290, 7)])
+def test_linear_maps_of_every_number_of_rows(capability: str, dtype: torch.dtype, depth: int, columns: int) -> None:
+    """Output and gradients beside the sums in float64; the weight is a part of a wider one."""
+    torch.manual_seed(0)
+    weight = torch.randn(columns, depth + depth % 2 + 2).to(dtype)[:, :depth].requires_grad_()
+    bias = torch.randn(columns).to(dtype).requires_grad_()
+    for rows in (1, 2, 3, 5, 7, 8, 9, 16, 17, 31, 128, 129):
+        x, grad = (torch.randn(rows, n).to(dtype) for n in (depth, columns))
+        with cpu_capability(capability):
+            out = linear(x.requires_grad_(), weight, bias)
+            gradients = torch.autograd.grad(out, (x, weight, bias), grad)
+        wide_x, wide_weight, wide_grad = (t.detach().double() for t in (x, weight, grad))
+        for found, left, right, start in (
+            (out, wide_x, wide_weight.mT, bias.detach().double()),
+            (gradients[0], wide_grad, wide_weight, torch.zeros(())),
+            (gradients[1], wide_grad.mT, wide_x, torch.zeros(())),
+        ):
+            want, size = left @ right + start, left.abs() @ right.abs() + start.abs()
+            limit = growth(left.shape[-1] + 1, dtype) * size + roundoff(dtype) * want.abs() + smallest(dtype)
+            assert_within(found, want, limit, f"{rows} rows")
 
 
 @ROWS

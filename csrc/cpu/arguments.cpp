@@ -21,26 +21,11 @@ using kernels::ElementType;
 using kernels::MaskKind;
 using kernels::MaskView;
 
-ElementType element_type(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kDouble:
-      return ElementType::Float64;
-    case at::kFloat:
-      return ElementType::Float32;
-    case at::kBFloat16:
-      return ElementType::BFloat16;
-    case at::kHalf:
-      return ElementType::Float16;
-    default:
-      TORCH_CHECK_TYPE(false, "attention: dtype must be float64, float32, bfloat16 or float16, got ", t.scalar_type());
-  }
-}
-
 template <typename View, typename Data>
 View make_view(const at::Tensor& t, Data* data) {
   View view;
   view.data = data;
-  view.type = element_type(t);
+  view.type = element_type(t.scalar_type());
   view.stride_b = t.stride(0);
   view.stride_h = t.stride(1);
   view.stride_t = t.stride(2);
@@ -105,8 +90,22 @@ void bind_dropout(const AttentionArguments& args, AttentionParams& p) {
 
 }  // namespace
 
-at::ScalarType compute_type(const at::Tensor& query) {
-  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+at::ScalarType compute_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType compute_type(const at::Tensor& query) { return compute_type(query.scalar_type()); }
+
+kernels::ElementType element_type(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return ElementType::Float64;
+    case at::kFloat:
+      return ElementType::Float32;
+    case at::kBFloat16:
+      return ElementType::BFloat16;
+    case at::kHalf:
+      return ElementType::Float16;
+    default:
+      TORCH_CHECK_TYPE(false, "attention: dtype must be float64, float32, bfloat16 or float16, got ", type);
+  }
 }
 
 const kernels::KernelTable& kernels_for(at::ScalarType tensors) {

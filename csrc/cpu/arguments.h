@@ -8,6 +8,8 @@ namespace mha_ext::cpu {
 
 // float64 computes in float64, every other type in float32; lse has the compute type.
 at::ScalarType compute_type(const at::Tensor& query);
+at::ScalarType compute_type(at::ScalarType type);
+kernels::ElementType element_type(at::ScalarType type);
 const kernels::KernelTable& kernels_for(at::ScalarType tensors);
 
 kernels::TensorView view_of(const at::Tensor& t);

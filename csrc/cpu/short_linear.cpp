@@ -32,6 +32,7 @@ int64_t row_count(const at::Tensor& input) { return c10::multiply_integers(input
 kernels::LinearRows bind(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          const at::Tensor& out) {
   kernels::LinearRows p;
+  p.type = element_type(input.scalar_type());
   p.input = input.const_data_ptr();
   p.weight = weight.const_data_ptr();
   p.bias = bias.has_value() ? bias->const_data_ptr() : nullptr;
@@ -64,7 +65,8 @@ void run_in_columns(const kernels::KernelTable& kernel, kernels::LinearRows p, i
                     const at::TensorOptions& options) {
   const int64_t width = kernel.vector_width, block = kernels::kLinearBlock;
   const kernels::LinearRows last = split_last_rows(p, width, static_cast<int64_t>(options.dtype().itemsize()));
-  const at::Tensor turned = at::empty({divide_up(p.depth, width) * width, divide_up(p.rows, width) * width}, options);
+  const at::Tensor turned = at::empty({divide_up(p.depth, width) * width, divide_up(p.rows, width) * width},
+                                      options.dtype(compute_type(options.dtype().toScalarType())));
   void* input = turned.mutable_data_ptr();
   const size_t scratch_bytes = kernel.linear_scratch_bytes(p);
   in_pieces(p.depth, block, p.rows, scratch_bytes, [&](int64_t begin, int64_t end, void* scratch) {
@@ -78,10 +80,18 @@ void run_in_columns(const kernels::KernelTable& kernel, kernels::LinearRows p, i
 
 }  // namespace
 
+namespace {
+
+bool is_computed(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+}  // namespace
+
 bool is_short(const at::Tensor& input, const at::Tensor& weight) {
   const at::ScalarType type = input.scalar_type();
-  if ((type != at::kFloat && type != at::kDouble) || input.dim() < 2) return false;
-  if (input.numel() == 0 || weight.numel() == 0) return false;
+  if (!is_computed(type) || input.dim() < 2 || input.numel() == 0 || weight.numel() == 0) return false;
+  if (type == at::kBFloat16 && (input.size(-1) % 2 != 0 || weight.stride(0) % 2 != 0)) return false;
   return row_count(input) <= most_rows(kernels_for(type)) && weight.stride(1) == 1;
 }
 

@@ -11,6 +11,10 @@ struct Avx2;
 
 template <>
 struct Avx2<float> : Simd<float, 32> {
+  using Simd<float, 32>::load;
+  static MHA_EXT_INLINE Vec load(const Float16* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static constexpr int kGemmRows = 4, kGemmCols = 3, kFewSixteenths = 16, kLinearRows = 32;
   static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
     return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));

@@ -15,6 +15,10 @@ struct Avx512;
 
 template <>
 struct Avx512<float> : Simd<float, 64> {
+  using Simd<float, 64>::load;
+  static MHA_EXT_INLINE Vec load(const Float16* p) {
+    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   static constexpr int kGemmRows = 8, kGemmCols = 3, kFewSixteenths = 9, kLinearRows = 128;
   static MHA_EXT_INLINE IntVec widen_bytes(const uint8_t* p) {
     return reinterpret_cast<IntVec>(

@@ -5,23 +5,24 @@
 #pragma once
 
 #include "linear_rows.h"
-#include "micro_gemm.inl.h"
-#include "rows.inl.h"
+#include "terms.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
 
-constexpr int64_t kLinearDepth = 128;  // terms of the sums at a time: X^T of one panel stays in the first-level cache
+// Terms of the sums at a time: X^T of one panel stays in the first-level cache.
+constexpr int64_t kLinearDepth = 128;
 
 template <class V>
 struct LinearScratch {
   using Scalar = typename V::Scalar;
-  Scalar *sums, *rows;
+  Scalar *sums, *rows, *weights;
 
   LinearScratch(Arena&& arena, const LinearRows& p) {
     const int64_t lanes = round_up(p.rows, V::kWidth);
     sums = arena.take<Scalar>(kLinearBlock * lanes);
     rows = arena.take<Scalar>(kLinearBlock * lanes);
+    weights = arena.take<Scalar>(kLinearBlock * kLinearDepth);
     bytes = arena.used();
   }
   size_t bytes;
@@ -32,45 +33,77 @@ size_t linear_scratch_bytes(const LinearRows& p) {
   return LinearScratch<V>(Arena(nullptr), p).bytes;
 }
 
-template <class V, class View, class Data>
-View linear_view(Data* data, int64_t stride) {
+template <class View, class Data>
+View linear_view(const LinearRows& p, Data* data, int64_t stride) {
   View view;
   view.data = data;
-  view.type = kTypeOf<typename V::Scalar>;
+  view.type = p.type;
   view.stride_t = stride;
   view.stride_d = 1;
   return view;
 }
 
-// X^T of up to kLinearBlock terms from `begin` on.
+// X^T of up to kLinearBlock terms from `begin` on, as numbers or in pairs.
 template <class V>
 void turn_linear_input(const LinearRows& p, int64_t begin, int64_t end, void* columns, void* scratch) {
-  using Scalar = typename V::Scalar;
+  using Term = typename V::Term;
   const int64_t lanes = round_up(p.rows, V::kWidth);
   const LinearScratch<V> s(Arena(scratch), p);
-  read_columns<V>(skip_columns(linear_view<V, TensorView>(p.input, p.input_stride), begin), {0, 0, 0, p.rows}, lanes,
-                  end - begin, Scalar(1), s.rows, round_up(end - begin, V::kWidth),
-                  static_cast<Scalar*>(columns) + begin * lanes);
+  const TensorView input = skip_columns(linear_view<TensorView>(p, p.input, p.input_stride), begin);
+  const QueryBlock rows{0, 0, 0, p.rows};
+  Term* turned = static_cast<Term*>(columns) + begin / kNumbersIn<Term> * lanes;
+  if constexpr (V::kMultipliesPairs) {
+    read_pair_columns<V>(input, rows, lanes, end - begin, s.rows, turned);
+  } else {
+    read_columns<V>(input, rows, lanes, end - begin, Term(1), s.rows, round_up(end - begin, V::kWidth), turned);
+  }
+}
+
+// Rows of the weight from `begin` on, in the part of the sums that begins at k: as they lie, or widened.
+template <class V>
+Rows<typename V::Term> linear_weights(const LinearRows& p, const QueryBlock& rows, int64_t k, int64_t depth,
+                                      LinearScratch<V>& s) {
+  using Term = typename V::Term;
+  const TensorView weight = skip_columns(linear_view<TensorView>(p, p.weight, p.weight_stride), k);
+  if constexpr (V::kMultipliesPairs) {
+    return {reinterpret_cast<const Term*>(first_half(weight, rows)), p.weight_stride / 2};
+  } else {
+    if (p.type == kTypeOf<Term>) return {pointer_to<Term>(weight.data) + rows.begin * p.weight_stride, p.weight_stride};
+    read_rows<V>(weight, rows, rows.count, depth, Term(1), s.weights, kLinearDepth);
+    return {s.weights, kLinearDepth};
+  }
+}
+
+template <class V>
+void start_sums(const LinearRows& p, int64_t begin, int64_t count, int64_t lanes, LinearScratch<V>& s) {
+  using Scalar = typename V::Scalar;
+  Scalar bias[kLinearBlock] = {};
+  if (p.bias != nullptr) {
+    const TensorView view = skip_columns(linear_view<TensorView>(p, p.bias, 0), begin);
+    read_rows<V>(view, {0, 0, 0, 1}, 1, count, Scalar(1), bias, kLinearBlock);
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    for (int64_t c = 0; c < lanes; c += V::kWidth) V::store(s.sums + n * lanes + c, V::broadcast(bias[n]));
+  }
 }
 
 // Up to kLinearBlock outputs from `begin` on.
 template <class V>
 void linear_columns(const LinearRows& p, const void* columns, int64_t begin, int64_t end, void* scratch) {
   using Scalar = typename V::Scalar;
+  using Term = typename V::Term;
+  constexpr int64_t kDepth = kLinearDepth * kNumbersIn<Term>;
   const int64_t lanes = round_up(p.rows, V::kWidth), count = end - begin;
-  const auto* weight = static_cast<const Scalar*>(p.weight) + begin * p.weight_stride;
-  const auto* bias = static_cast<const Scalar*>(p.bias);
-  const LinearScratch<V> s(Arena(scratch), p);
-  for (int64_t n = 0; n < count; ++n) {
-    const auto start = V::broadcast(bias == nullptr ? Scalar(0) : bias[begin + n]);
-    for (int64_t c = 0; c < lanes; c += V::kWidth) V::store(s.sums + n * lanes + c, start);
+  LinearScratch<V> s(Arena(scratch), p);
+  start_sums<V>(p, begin, count, lanes, s);
+  for (int64_t k = 0; k < p.depth; k += kDepth) {
+    const int64_t depth = min_of(kDepth, p.depth - k);
+    const Rows<Term> weights = linear_weights<V>(p, {0, 0, begin, count}, k, depth, s);
+    const Term* input = static_cast<const Term*>(columns) + k / kNumbersIn<Term> * lanes;
+    const GemmOperands<Scalar, Term> g{weights.data, weights.ld, input, lanes, s.sums, lanes, terms_in<Term>(depth)};
+    gemm<V, Lhs::ByRow, Start::Add, kLinearDepth>(g, count, lanes);
   }
-  for (int64_t k = 0; k < p.depth; k += kLinearDepth) {
-    const auto* input = static_cast<const Scalar*>(columns) + k * lanes;
-    gemm<V, Lhs::ByRow, Start::Add, kLinearDepth>(
-        {weight + k, p.weight_stride, input, lanes, s.sums, lanes, min_of(kLinearDepth, p.depth - k)}, count, lanes);
-  }
-  write_columns<V>(skip_columns(linear_view<V, MutableTensorView>(p.out, p.out_stride), begin), {0, 0, 0, p.rows},
+  write_columns<V>(skip_columns(linear_view<MutableTensorView>(p, p.out, p.out_stride), begin), {0, 0, 0, p.rows},
                    lanes, count, s.sums, s.rows, round_up(count, V::kWidth), Unchanged());
 }
 

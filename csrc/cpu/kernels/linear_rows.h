@@ -3,11 +3,14 @@
 
 #include <stdint.h>
 
+#include "params.h"
+
 namespace mha_ext::kernels {
 
-// out[m][n] = bias[n] + sum_k input[m][k] * weight[n][k], everything in the compute type and with unit strides along
-// the last axis; bias may be null.
+// out[m][n] = bias[n] + sum_k input[m][k] * weight[n][k], everything of one type and with unit strides along the last
+// axis; bias may be null. Where bfloat16 is multiplied in pairs, k runs to an even number and weight_stride is even.
 struct LinearRows {
+  ElementType type = ElementType::Float32;
   const void* input = nullptr;
   const void* weight = nullptr;
   const void* bias = nullptr;

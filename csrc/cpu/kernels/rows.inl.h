@@ -29,13 +29,6 @@ MHA_EXT_INLINE To bits_as(From from) {
   return to;
 }
 
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-
 MHA_EXT_INLINE double widen(double x) { return x; }
 MHA_EXT_INLINE float widen(float x) { return x; }
 MHA_EXT_INLINE float widen(BFloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
@@ -90,9 +83,7 @@ MHA_EXT_INLINE void read_row(const Element* src, int64_t stride, int64_t cols, t
   if (stride != 1) {
     for (; c < cols; ++c) dst[c] = widen(src[c * stride]) * scale;
   } else {
-    if constexpr (sizeof(Element) == sizeof(typename V::Scalar)) {
-      for (; c + V::kWidth <= cols; c += V::kWidth) V::store(dst + c, V::load(src + c) * scale);
-    }
+    for (; c + V::kWidth <= cols; c += V::kWidth) V::store(dst + c, V::load(src + c) * scale);
     for (; c < cols; ++c) dst[c] = widen(src[c]) * scale;
   }
   for (; c < ld; ++c) dst[c] = 0;

@@ -31,6 +31,13 @@ struct FloatFormat<double> {
   static constexpr double kInfinity = __builtin_inf(), kLowest = -__DBL_MAX__;
 };
 
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
 // Two neighbours of a bfloat16 product's sum.
 struct __attribute__((packed, aligned(2), may_alias)) BFloat16Pair {
   uint16_t first, second;
@@ -51,10 +58,25 @@ struct Simd {
   typedef int32_t Int32Vec __attribute__((vector_size(kWidth * 4)));
   typedef uint8_t ByteVec __attribute__((vector_size(kBytes)));
   typedef uint8_t UnalignedByteVec __attribute__((vector_size(kBytes), aligned(1), may_alias));
+  typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
+  typedef uint16_t UnalignedHalfVec __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
   typedef uint32_t HashVec __attribute__((vector_size(kWidth * 4)));
 
   static MHA_EXT_INLINE Vec load(const Scalar* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
   static MHA_EXT_INLINE void store(Scalar* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+  // Numbers of the half types, of which there are as many as lanes of float.
+  static MHA_EXT_INLINE Vec load(const BFloat16* p) {
+    return reinterpret_cast<Vec>(__builtin_convertvector(load_halves(p), IntVec) << 16);
+  }
+  // Shifting the 10-bit mantissa into place leaves the exponent 112 too small; one multiplication mends it, for
+  // subnormals too. Infinity and NaN keep all exponent bits set.
+  static MHA_EXT_INLINE Vec load(const Float16* p) {
+    const IntVec bits = __builtin_convertvector(load_halves(p), IntVec), magnitude = (bits & 0x7fff) << 13;
+    const Vec finite = reinterpret_cast<Vec>(magnitude) * 0x1p112f;
+    const IntVec special = magnitude | 0x7f800000;
+    const IntVec number = magnitude >= (0x7c00 << 13) ? special : reinterpret_cast<IntVec>(finite);
+    return reinterpret_cast<Vec>(number | ((bits & 0x8000) << 16));
+  }
   static MHA_EXT_INLINE ByteVec load_bytes(const uint8_t* p) { return *reinterpret_cast<const UnalignedByteVec*>(p); }
   static MHA_EXT_INLINE void store_bytes(uint8_t* p, ByteVec v) { *reinterpret_cast<UnalignedByteVec*>(p) = v; }
   // One byte, 0 or 255, a lane.
@@ -88,6 +110,8 @@ struct Simd {
     const IntVec exponent = (reinterpret_cast<IntVec>(shifted) + Format::kExponentBias) << Format::kMantissaBits;
     return p * reinterpret_cast<Vec>(exponent);
   }
+
+  static MHA_EXT_INLINE HalfVec load_halves(const void* p) { return *static_cast<const UnalignedHalfVec*>(p); }
 
   static MHA_EXT_INLINE IntVec lane_mask(HashVec condition) {
     return __builtin_convertvector(reinterpret_cast<Int32Vec>(condition), IntVec);
