@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import setuptools
@@ -47,10 +49,25 @@ CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fopenmp", "-fvisibility=hidden"] + ([
 WARNINGS = ["-Wall", "-Wextra"]
 
 
+@cache
 def isa_sources() -> list[str]:
-    """The instruction-set sources of this processor family that the project has."""
-    portable = [f"{KERNELS}/scalar.cpp"]
-    return [source for source in ISA_FLAGS if (IS_X86 or source in portable) and (ROOT / source).exists()]
+    """The instruction-set sources of this processor family that the compiler has the instructions for."""
+    sources = [f"{KERNELS}/scalar.cpp"]
+    for source, needed in ISA_FLAGS.items() if IS_X86 else ():
+        if source in sources:
+            continue
+        if compiles(needed):
+            sources.append(source)
+        else:
+            flags = " ".join(needed)
+            print(f"mha_ext: {' '.join(compiler())} does not take {flags}: built without {source}", file=sys.stderr)
+    return sources
+
+
+def compiles(flags: list[str]) -> bool:
+    """Whether the compiler takes the flags."""
+    command = [*compiler(), *flags, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(command, input=b"", stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 class BuildExtension(cpp_extension.BuildExtension):
@@ -85,6 +102,11 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "g++"))
 
 
+def isa_macros() -> list[str]:
+    """MHA_EXT_AVX2 for avx2.cpp and so on: which instruction sets are linked."""
+    return [f"-DMHA_EXT_{Path(source).stem.upper()}" for source in isa_sources() if source != f"{KERNELS}/scalar.cpp"]
+
+
 def extra_flags() -> list[str]:
     """Flags that the caller adds (warnings as errors, sanitizers)."""
     return shlex.split(os.environ.get("MHA_EXT_CXXFLAGS", ""))
@@ -98,7 +120,7 @@ def extension() -> setuptools.Extension:
         "mha_ext._C",
         [name for name in files if name.endswith(".cpp") and name not in ISA_FLAGS],
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=[*CXX_FLAGS, *WARNINGS, *system_includes, *extra_flags()],
+        extra_compile_args=[*CXX_FLAGS, *isa_macros(), *WARNINGS, *system_includes, *extra_flags()],
         extra_link_args=["-fopenmp", "-Wl,-z,now", *extra_flags()],
         depends=[*files, "setup.py"],
     )

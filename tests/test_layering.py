@@ -185,3 +185,17 @@ def test_unoptimized_kernels_have_no_weak_symbols(source: str, tmp_path: Path) -
     flags = [*BUILD["KERNEL_FLAGS"], *BUILD["ISA_FLAGS"][source], "-O0"]
     subprocess.run([*BUILD["compiler"](), *flags, "-c", str(ROOT / source), "-o", str(target)], check=True)
     assert_no_weak_symbols(target)
+
+
+def test_a_compiler_without_an_instruction_set_builds_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "g++"
+    old.write_text('#!/bin/sh\ncase " $* " in *avx512bf16*) exit 1 ;; esac\nexec g++ "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    all_sources = BUILD["isa_sources"]()
+    sources = BUILD["isa_sources"].__wrapped__()
+    assert sources == [source for source in all_sources if "bf16" not in source]
+    message = capsys.readouterr().err
+    assert (len(sources) < len(all_sources)) == ("avx512_bf16.cpp" in message and "does not take" in message)

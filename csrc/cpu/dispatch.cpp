@@ -10,7 +10,7 @@ namespace {
 
 using kernels::InstructionSet;
 
-#ifdef MHA_EXT_X86
+#ifdef MHA_EXT_AVX512_BF16
 const InstructionSet& avx512_bf16() {
   static const InstructionSet set{"avx512_bf16", kernels::kAvx512.float32, kernels::kAvx512.float64,
                                   &kernels::kAvx512Bf16};
@@ -18,19 +18,23 @@ const InstructionSet& avx512_bf16() {
 }
 #endif
 
-// Weakest first.
+// Weakest first; each supposes the one before. Without the macro the compiler did not have the instructions.
 std::vector<const InstructionSet*> find_available() {
   std::vector<const InstructionSet*> sets = {&kernels::kPortable};
-#ifdef MHA_EXT_X86
+#ifdef MHA_EXT_AVX2
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    sets.push_back(&kernels::kAvx2);
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      sets.push_back(&kernels::kAvx512);
-      if (__builtin_cpu_supports("avx512bf16")) sets.push_back(&avx512_bf16());
-    }
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return sets;
+  sets.push_back(&kernels::kAvx2);
+#endif
+#ifdef MHA_EXT_AVX512
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
+    return sets;
   }
+  sets.push_back(&kernels::kAvx512);
+#endif
+#ifdef MHA_EXT_AVX512_BF16
+  if (__builtin_cpu_supports("avx512bf16")) sets.push_back(&avx512_bf16());
 #endif
   return sets;
 }
@@ -54,7 +58,7 @@ const InstructionSet* choose() {
   const char* forced = std::getenv("MHA_EXT_CPU_CAPABILITY");
   if (forced != nullptr && forced[0] != '\0') return find(forced, "MHA_EXT_CPU_CAPABILITY");
   const InstructionSet* best = available().back();
-#ifdef MHA_EXT_X86
+#ifdef MHA_EXT_AVX512_BF16
   // Intel's processors were measured to multiply bfloat16 at half the speed of float32 with AVX-512 (Xeon with AMX, the
   // figure of a prototype); AMD's (Zen 4) at twice.
   if (best == &avx512_bf16() && __builtin_cpu_is("intel")) return &kernels::kAvx512;

@@ -68,10 +68,9 @@ struct InstructionSet {
 };
 
 extern const InstructionSet kPortable;
-#ifdef MHA_EXT_X86
+// Defined where the compiler had the instructions (setup.py).
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
 extern const KernelTable kAvx512Bf16;
-#endif
 
 }  // namespace mha_ext::kernels
