@@ -21,6 +21,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+HALF = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)

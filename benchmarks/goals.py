@@ -12,18 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.accuracy import Cell
-from benchmarks.cases import DTYPES, Case
-from benchmarks.inputs import make_inputs
-from benchmarks.measure import Entry, Result
-from benchmarks.peers.own import NAMES
+from benchmarks.cases import HALF, Case
+from benchmarks.figures import (
+    Read,
+    against,
+    against_others,
+    against_strongest,
+    cost_of_visible,
+    extra_over_mask,
+    extra_over_results,
+    own_cost,
+    own_gain,
+    peak_mib,
+)
+from benchmarks.measure import Result
 from benchmarks.presets import CORE_SHAPES, ODD_LENGTHS, ODD_WIDTHS
-from benchmarks.tiles import visible_share
 
-Read = Callable[[Result], float | None]
 Choice = Callable[[Case], bool]
 
-_MIB = 1 << 20
-_SCRATCH = 4 * _MIB  # of the threads, and the grain of resident pages: what no mask's gradient answers for
 _CORE_SLACK, _LAYER_SLACK = 0.90, 0.95
 _TRIANGLE = ("full", "causal")
 
@@ -45,6 +51,11 @@ _LAYER_RATIOS = {
     "2,1024,1024,16": {"forward": 1.5, "training": 1.2},
     "16,192,768,12": {"forward": 1.15, "training": 1.3},
 }
+# The same of bfloat16: the lowest that a prototype reached in these shapes.
+_HALF_LAYER_RATIOS = {"training": 2.0, "forward": 1.2}
+# Of bfloat16 to who else computes a layer: a prototype's lead over the layer written by hand. OpenVINO only infers.
+_HALF_LAYER_OTHERS = {"training": 1.6, "forward": 1.0}
+_HALF_SLACK = 1.05  # of our time over our own in float32: the medians of two equal calls in turn differ by so much
 
 
 @dataclass(frozen=True)
@@ -101,70 +112,6 @@ class Row:
         """The row as plain values, its verdict included."""
         values = {"goal": self.goal, "where": self.where, "figure": self.figure, "needed": self.needed}
         return {**values, "at_most": self.at_most, "verdict": self.verdict}
-
-
-def _entry(result: Result, wanted: Callable[[str], bool]) -> Entry | None:
-    """The entry whose ratio to ours is lowest, among those whose name is wanted."""
-    entries = [entry for entry in result.peers if entry.ratio is not None and wanted(entry.peer)]
-    return min(entries, key=lambda entry: entry.ratio.median) if entries else None  # type: ignore[union-attr]
-
-
-def _ratio(result: Result, wanted: Callable[[str], bool]) -> float | None:
-    entry = _entry(result, wanted)
-    return entry.ratio.median if entry and entry.ratio else None
-
-
-def against(name: str) -> Read:
-    """The ratio of one peer's time or bytes to ours."""
-    return lambda result: _ratio(result, lambda peer: peer == name)
-
-
-def against_strongest(result: Result) -> float | None:
-    """The lowest ratio of any peer to ours."""
-    return _ratio(result, lambda peer: peer not in NAMES)
-
-
-def own_gain(result: Result) -> float | None:
-    """Our other call's time over ours."""
-    return _ratio(result, lambda peer: peer in NAMES)
-
-
-def own_cost(result: Result) -> float | None:
-    """Our time or bytes over those of the call of ours that it is measured beside."""
-    gain = own_gain(result)
-    return 1 / gain if gain else None
-
-
-def cost_of_visible(result: Result) -> float | None:
-    """Our time over that without masks, for each pair in a block that the masks leave visible."""
-    cost = own_cost(result)
-    return cost / visible_share(result.case) if cost else None
-
-
-def peak_mib(result: Result) -> float | None:
-    """Our peak, MiB."""
-    return result.ours.peak_bytes / _MIB if result.ours.peak_bytes is not None else None
-
-
-def _extra_bytes(result: Result) -> float | None:
-    other = _entry(result, lambda peer: peer in NAMES)
-    if other is None or other.peak_bytes is None or result.ours.peak_bytes is None:
-        return None
-    return result.ours.peak_bytes - other.peak_bytes
-
-
-def extra_over_results(result: Result) -> float | None:
-    """Our peak less that of the call without weights, over the bytes of output and weights."""
-    case, extra = result.case, _extra_bytes(result)
-    weights = case.batch * case.length * case.keys * (1 if case.average_weights else case.heads)
-    numbers = case.batch * case.length * case.embed_dim + weights
-    return extra / (numbers * DTYPES[case.dtype].itemsize) if extra is not None else None
-
-
-def extra_over_mask(result: Result) -> float | None:
-    """Our peak less that of a mask that is not trained and less some scratch, over the bytes of the mask."""
-    extra, mask = _extra_bytes(result), make_inputs(result.case).mask
-    return max(0.0, extra - _SCRATCH) / (mask.numel() * mask.element_size()) if extra is not None else None
 
 
 def _timed_core(case: Case) -> bool:
@@ -282,6 +229,50 @@ def _layer_goals() -> Iterator[Goal]:
     yield Goal("one token over its two linears", lambda case: case.beside == "two linears", own_cost, 1.5, at_most=True)
 
 
+def _half_core_goals() -> Iterator[Goal]:
+    shapes = [",".join(map(str, shape)) for shape in CORE_SHAPES]
+
+    def timed(case: Case) -> bool:
+        return _timed_core(case) and _plain(case) and case.dtype in HALF and case.shape_name in shapes
+
+    for dtype in HALF:
+        yield Goal(
+            f"core, {dtype}, vs F.sdpa", lambda case, dtype=dtype: timed(case) and case.dtype == dtype,
+            against("F.sdpa"), 1.0, peer=True, together=True,
+        )  # fmt: skip
+
+    def beside(case: Case) -> bool:
+        return case.beside == "float32"
+
+    yield Goal(
+        "bf16, fp16, time over ours in float32", lambda case: beside(case) and case.task != "memory", own_cost,
+        _HALF_SLACK, at_most=True, together=True,
+    )  # fmt: skip
+    yield Goal(
+        "bf16, fp16, bytes over ours in float32", lambda case: beside(case) and case.task == "memory", own_cost,
+        1.0, at_most=True,
+    )  # fmt: skip
+
+
+def _half_layer_goals() -> Iterator[Goal]:
+    for task, ratio in _HALF_LAYER_RATIOS.items():
+
+        def timed(case: Case, task: str = task) -> bool:
+            return (case.level, case.task, case.dtype) == ("layer", task, "bf16")
+
+        def plain(case: Case, timed: Choice = timed) -> bool:
+            return timed(case) and _plain(case)
+
+        def weights(case: Case, timed: Choice = timed) -> bool:
+            return timed(case) and case.need_weights
+
+        needed = ratio * _LAYER_SLACK
+        yield Goal("layer, bf16, vs nn.MHA", plain, against("nn.MHA"), needed, peer=True)
+        yield Goal("layer, bf16, vs nn.MHA (default call)", plain, against("nn.MHA (default call)"), needed, peer=True)
+        yield Goal("layer, bf16, with weights vs nn.MHA with weights", weights, against("nn.MHA"), needed, peer=True)
+        yield Goal("layer, bf16, vs the strongest other", plain, against_others, _HALF_LAYER_OTHERS[task], peer=True)
+
+
 def _memory_goals() -> Iterator[Goal]:
     def memory(case: Case, length: int) -> bool:
         sizes = (case.level, case.task, case.heads, case.length, case.head_dim)
@@ -294,7 +285,10 @@ def _memory_goals() -> Iterator[Goal]:
 
 def all_goals() -> list[Goal]:
     """Returns every goal."""
-    groups = (_core_goals, _mask_goals, _dropout_goals, _weights_goals, _layer_goals, _memory_goals)
+    groups = (
+        *(_core_goals, _mask_goals, _dropout_goals, _weights_goals, _layer_goals, _memory_goals),
+        *(_half_core_goals, _half_layer_goals),
+    )
     return [goal for group in groups for goal in group()]
 
 
@@ -314,7 +308,9 @@ def _rows(goal: Goal, results: Sequence[Result], machine: dict[str, Any]) -> lis
 def evaluate(results: Sequence[Result], machine: dict[str, Any], accuracy: Sequence[Cell] = ()) -> list[Row]:
     """Returns the verdicts of all goals on the cases that were measured."""
     rows = [row for goal in all_goals() for row in _rows(goal, results, machine)]
-    if accuracy:
-        passing = sum(cell.passes for cell in accuracy)
-        rows.append(Row("errors at most PyTorch's, cells", "accuracy", float(passing), float(len(accuracy))))
+    for dtype in dict.fromkeys(cell.dtype for cell in accuracy):
+        passing = [cell.passes for cell in accuracy if cell.dtype == dtype]
+        rows.append(
+            Row("errors at most PyTorch's, cells", f"accuracy {dtype}", float(sum(passing)), float(len(passing)))
+        )
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.cases import Case
+from benchmarks.cases import HALF, Case
 
 PRESETS = ("quick", "default", "full", "goals")
 
@@ -120,6 +120,26 @@ def _more_memory_cases() -> list[Case]:
     return cases + _core((_LONGEST,), ("memory",), causal=True)
 
 
+def _half_core(shapes: Iterable[tuple[int, int, int, int]], dtypes: Sequence[str] = HALF) -> list[Case]:
+    cases = []
+    for dtype in dtypes:
+        for causal in (False, True):
+            cases += _core(shapes, _BOTH, dtype=dtype, causal=causal, beside="float32")
+    return cases
+
+
+def _half_layer(shapes: Iterable[tuple[int, int, int, int]], **options: Any) -> list[Case]:
+    return _layer(shapes, _LAYER_TASKS, dtype="bf16", beside="float32", **options)
+
+
+def _half_memory() -> list[Case]:
+    cases = []
+    for dtype in HALF:
+        cases += _core((_LONG,), ("memory",), dtype=dtype, beside="float32")
+    cases += _core((_LONG,), ("memory",), dtype="bf16", causal=True, mask="bool+padding", beside="float32")
+    return cases + _layer(((1, 4096, 512, 8),), ("memory",), dtype="bf16", causal=True, beside="float32")
+
+
 def _quick() -> list[Case]:
     cases = _core(((2, 4, 128, 64),), _BOTH)
     cases += _core(((2, 4, 128, 64),), _BOTH, causal=True)
@@ -132,7 +152,7 @@ def _default() -> list[Case]:
     cases = []
     for causal in (False, True):
         cases += _core(CORE_SHAPES, _BOTH, causal=causal)
-    cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype="bf16")
+    cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype="bf16", beside="float32")
     cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype="fp64")
     cases += _odd_sizes()[4:12]
     cases += _core((_ONE_HEAD,), _BOTH, beside="1 thread")
@@ -144,6 +164,7 @@ def _default() -> list[Case]:
     cases += _layer(_GOAL_LAYERS[:1], _LAYER_TASKS, causal=True)
     cases += [case for case in _weights() if case.average_weights and (case.length != _MASK_LENGTH or case.inference)]
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
+    cases += _half_layer(_GOAL_LAYERS[:1]) + _half_layer(_GOAL_LAYERS[:1], need_weights=True) + _half_memory()[:1]
     cases += _memory_cases() + _trained_masks()[:1]
     return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True)
 
@@ -160,21 +181,18 @@ def _goals() -> list[Case]:
     cases += _layer(LAYER_SHAPES, _LAYER_TASKS)
     cases += _layer([(1, length, 512, 8) for length in _LAYER_LENGTHS], ("forward",))
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
-    return cases + _memory_cases() + _more_memory_cases()
+    cases += _half_core(CORE_SHAPES) + _half_layer(LAYER_SHAPES) + _half_layer(_GOAL_LAYERS, need_weights=True)
+    return cases + _memory_cases() + _more_memory_cases() + _half_memory()
 
 
 def _full() -> list[Case]:
     cases = _default() + _goals()
-    for dtype in ("bf16", "fp16"):
-        for causal in (False, True):
-            cases += _core(CORE_SHAPES, _BOTH, dtype=dtype, causal=causal)
     for options in ({"mask": "float"}, {"mask": "bias"}, {"mask": "padding", "causal": True}):
         cases += _core(_GOAL_SHAPES[:2], _BOTH, **options)
     cases += _core(((1, 32, 1, 128), (4, 32, 1, 128)), ("forward",), key_length=2048)
     cases += _core(((1, 32, 1, 128), (4, 32, 1, 128), (1, 32, 512, 128)), ("forward",), key_length=2048, kv_heads=8)
     cases += _layer(LAYER_SHAPES, _LAYER_TASKS, need_weights=True)
     cases += _layer(LAYER_SHAPES, _LAYER_TASKS, mask="padding")
-    cases += _layer(LAYER_SHAPES, _LAYER_TASKS, dtype="bf16")
     return cases + _layer(_GOAL_LAYERS, ("training",), dropout=0.1)
 
 

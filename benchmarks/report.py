@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.accuracy import Cell, cell_from_json
-from benchmarks.cases import Case
+from benchmarks.cases import HALF, Case
 from benchmarks.goals import Row, evaluate
 from benchmarks.measure import Entry, Result, result_from_json
 from benchmarks.peers.own import NAMES
@@ -112,7 +112,7 @@ _MEMORY_COLUMNS = ("options", "dtype", "ours, MiB")
 _VERDICT = "verdict"
 _ACCURACY_COLUMNS = (
     *("B,H,T,D", "options", "dtype", "result"),
-    *("ours, largest", "ours, rms", "F.sdpa, largest", "F.sdpa, rms"),
+    *("ours, largest", "ours, rms", "F.sdpa, largest", "F.sdpa, rms", "of allowed"),
     _VERDICT,
 )
 _GOAL_COLUMNS = ("goal", "case", "figure", "needed", _VERDICT)
@@ -140,7 +140,9 @@ _MEMORY_LEGEND = (
 _ACCURACY_LEGEND = (
     "Errors against the next wider type, in units of the unit roundoff times the largest magnitude of the result: the "
     "mean of the heads' largest errors, and the root mean square. pass: our rms is at most PyTorch's, and so is our "
-    "largest, within two standard errors of the heads' differences."
+    "largest, within two standard errors of the heads' differences. bf16, fp16: beside the better of PyTorch's fused "
+    "kernel and its composition, number by number, with float32's own errors added to what is allowed; rows that pass "
+    "stand together."
 )
 _GOAL_LEGEND = (
     "vs a peer: its time over ours. over something: ours over that. Goals whose cases were not run are not listed "
@@ -240,15 +242,30 @@ def tables(run: Run) -> list[ReportTable]:
     return found
 
 
+def _judged(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
+    """What is shown of the errors; where all shapes of a half type pass with an option, only the nearest to the line."""
+    groups: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[cell.dtype, cell.options, cell.result, "" if cell.dtype in HALF else cell.shape].append(cell)
+    found = []
+    for group in groups.values():
+        if len(group) > 1 and all(cell.passes for cell in group):
+            worst = max(group, key=lambda cell: cell.share)
+            found.append((f"all {len(group)}; worst: {worst.shape}", worst))
+        else:
+            found += [(cell.shape, cell) for cell in group]
+    return found
+
+
 def closing_tables(run: Run) -> list[ReportTable]:
     """Returns what is judged: errors beside PyTorch's, and the goals; empty ones are left out."""
     cells = [
         [
-            *(cell.shape, cell.options, cell.dtype, cell.result),
+            *(shape, cell.options, cell.dtype, cell.result),
             *(f"{number:.3g}" for pair in (cell.ours, cell.torch) for number in pair),
-            "pass" if cell.passes else "short",
+            *(f"{cell.share:.3f}", "pass" if cell.passes else "short"),
         ]
-        for cell in run.accuracy
+        for shape, cell in _judged(run.accuracy)
     ]
     rows = [
         [

@@ -146,7 +146,7 @@ def test_the_exported_layer_returns_the_weights_too() -> None:
     [
         ({"task": "backward"}, "measured in inference only"),
         ({"task": "memory"}, "measured in inference only"),
-        ({"dtype": "bf16"}, "measured in float32 only"),
+        ({"dtype": "bf16"}, "measured in fp32 only"),
         ({"dropout": 0.1}, "has no dropout in inference"),
         ({"kv_heads": 2}, "has no grouped heads"),
     ],

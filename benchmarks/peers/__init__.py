@@ -13,7 +13,7 @@ from benchmarks.peers.base import Peer, Runner
 from benchmarks.peers.compiled import CompiledAttention, CompiledLayer
 from benchmarks.peers.jax_peers import JaxAttention
 from benchmarks.peers.onnx_peers import OnnxAttention, OnnxContribAttention, OnnxContribLayer, OnnxLayer
-from benchmarks.peers.openvino_peers import OpenVinoAttention
+from benchmarks.peers.openvino_peers import OpenVinoAttention, OpenVinoLayer
 from benchmarks.peers.own import EVERY, OURS
 from benchmarks.peers.torch_core import TorchAttention, TorchMathAttention
 from benchmarks.peers.torch_layer import HandWrittenLayer, TorchDefaultLayer, TorchLayer
@@ -34,6 +34,7 @@ PEERS: tuple[Peer, ...] = (
     CompiledLayer(),
     OnnxLayer(),
     OnnxContribLayer(),
+    OpenVinoLayer(),
 )
 
 

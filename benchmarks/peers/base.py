@@ -70,13 +70,15 @@ class Peer(ABC):
 
 
 class ForeignPeer(Peer):
-    """Attention of another library: inference in float32, without dropout.
+    """Attention of another library: inference in some dtypes, float32 by default, without dropout.
 
     Attributes:
         modules: what has to be importable.
+        dtypes: what it is measured in.
     """
 
     modules: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("fp32",)
 
     def missing(self) -> str | None:
         """Looks for the library without importing it, and at what it could not be held to."""
@@ -90,8 +92,8 @@ class ForeignPeer(Peer):
         """Leaves out everything but plain inference."""
         if case.task != "forward":
             return "measured in inference only"
-        if case.dtype != "fp32":
-            return "measured in float32 only"
+        if case.dtype not in self.dtypes:
+            return f"measured in {' and '.join(self.dtypes)} only"
         if case.dropout and case.level == "core":
             return "has no dropout in inference"
         return None

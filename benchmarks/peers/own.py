@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.inputs import Inputs
+from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.peers.base import Peer, Runner
 from benchmarks.peers.torch_core import OurAttention
 from benchmarks.peers.torch_layer import OurLayer
@@ -31,8 +31,10 @@ class Changed(Peer):
         self.changes = changes
 
     def build(self, case: Case, inputs: Inputs) -> Runner:
-        """Keeps the tensors of the case, less the masks that are left out."""
+        """Keeps the tensors of the case, less the masks that are left out; in another dtype they are made anew."""
         changed = replace(case, **self.changes)  # type: ignore[arg-type]
+        if changed.dtype != case.dtype:
+            inputs = make_inputs(changed)
         if changed.mask == "none":
             inputs = replace(inputs, mask=None, padding=None)
         return OURS[self.level].build(changed, inputs)
@@ -76,6 +78,7 @@ _PEERS: dict[str, tuple[Peer, ...]] = {
     "unmasked": (Changed("core", "unmasked", mask="none", causal=False),),
     "no dropout": (Changed("core", "no dropout", dropout=0.0), Changed("layer", "no dropout", dropout=0.0)),
     "no weights": (Changed("layer", "no weights", need_weights=False),),
+    "float32": (Changed("core", "float32", dtype="fp32"), Changed("layer", "float32", dtype="fp32")),
     "mask not trained": (Changed("core", "mask not trained", mask="float"),),
     "two linears": (TwoLinears(),),
 }
