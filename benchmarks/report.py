@@ -243,7 +243,7 @@ def tables(run: Run) -> list[ReportTable]:
 
 
 def _judged(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
-    """What is shown of the errors; where all shapes of a half type pass with an option, only the nearest to the line."""
+    """What is shown of the errors; where all shapes of a half type pass with an option, only the nearest to it."""
     groups: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         groups[cell.dtype, cell.options, cell.result, "" if cell.dtype in HALF else cell.shape].append(cell)

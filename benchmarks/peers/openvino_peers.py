@@ -14,7 +14,6 @@ from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 from benchmarks.peers.base import ForeignPeer, Runner, added_mask, future, merged_mask
 
-
 _HINTS = {"fp32": "f32", "bf16": "bf16"}  # the precision of everything in between; the default may be another
 
 
@@ -34,17 +33,24 @@ def _parameter(x: Tensor) -> Any:
     return ops.parameter(list(x.shape), openvino.Type.bf16 if x.dtype == torch.bfloat16 else openvino.Type.f32)
 
 
+def _constant(x: Tensor) -> Any:
+    """A constant of the graph, which has memory of its own."""
+    from openvino import opset15 as ops
+
+    return ops.constant(_tensor(x), shared_memory=False)
+
+
 def _attention(case: Case, inputs: Inputs, query: Any, key: Any, value: Any) -> Any:
     """The graph (query · keyᵀ · scale + mask), softmax, · value; all masks are one constant that is added."""
     from openvino import opset15 as ops
 
     dtype = inputs.arguments[0].dtype
     scale = torch.tensor(case.head_dim**-0.5, dtype=dtype)
-    scores = ops.multiply(ops.matmul(query, key, False, True), ops.constant(_tensor(scale.reshape(1))))
+    scores = ops.multiply(ops.matmul(query, key, False, True), _constant(scale.reshape(1)))
     mask, causal = merged_mask(case, inputs, inputs.mask)
     bias = added_mask(~future(case) if causal else mask, dtype)
     if bias is not None:
-        scores = ops.add(scores, ops.constant(_tensor(bias)))
+        scores = ops.add(scores, _constant(bias))
     return ops.matmul(ops.softmax(scores, -1), value, False, False)
 
 
@@ -90,16 +96,16 @@ class OpenVinoAttention(ForeignPeer):
 
 
 class OpenVinoLayer(ForeignPeer):
-    """A whole layer in bfloat16: one packed product, attention, one product; the weights are constants."""
+    """A whole layer in bfloat16, where ONNX Runtime's are not measured: product, attention, product."""
 
     name = "OpenVINO layer"
     level = "layer"
     worker = "OpenVINO"
     modules = ("openvino",)
-    dtypes = ("bf16", "fp32")
+    dtypes = ("bf16",)
 
     def unsupported(self, case: Case) -> str | None:
-        """The graph gives no weights, and in float32 ONNX Runtime stands for the libraries that infer."""
+        """The graph gives no weights."""
         if case.need_weights:
             return "the graph has one output"
         if case.mask == "bias":
@@ -107,11 +113,11 @@ class OpenVinoLayer(ForeignPeer):
         return super().unsupported(case)
 
     def build(self, case: Case, inputs: Inputs) -> Runner:
-        """Splits the packed product after one transposition."""
+        """Parameters are constants; the packed product is split after one transposition."""
         from openvino import opset15 as ops
 
         def linear(x: Any, weight: str, bias: str) -> Any:
-            constants = [ops.constant(_tensor(inputs.parameters[name])) for name in (weight, bias)]
+            constants = [_constant(inputs.parameters[name]) for name in (weight, bias)]
             return ops.add(ops.matmul(x, constants[0], False, True), constants[1])
 
         x = _parameter(inputs.arguments[0])
