@@ -120,11 +120,11 @@ def _more_memory_cases() -> list[Case]:
     return cases + _core((_LONGEST,), ("memory",), causal=True)
 
 
-def _half_core(shapes: Iterable[tuple[int, int, int, int]], dtypes: Sequence[str] = HALF) -> list[Case]:
+def _half_core() -> list[Case]:
     cases = []
-    for dtype in dtypes:
+    for dtype in HALF:
         for causal in (False, True):
-            cases += _core(shapes, _BOTH, dtype=dtype, causal=causal, beside="float32")
+            cases += _core(CORE_SHAPES, _BOTH, dtype=dtype, causal=causal, beside="float32")
     return cases
 
 
@@ -152,7 +152,8 @@ def _default() -> list[Case]:
     cases = []
     for causal in (False, True):
         cases += _core(CORE_SHAPES, _BOTH, causal=causal)
-    cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype="bf16", beside="float32")
+    for dtype in HALF:
+        cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype=dtype, beside="float32")
     cases += _core(_GOAL_SHAPES[:1], _BOTH, dtype="fp64")
     cases += _odd_sizes()[4:12]
     cases += _core((_ONE_HEAD,), _BOTH, beside="1 thread")
@@ -181,7 +182,7 @@ def _goals() -> list[Case]:
     cases += _layer(LAYER_SHAPES, _LAYER_TASKS)
     cases += _layer([(1, length, 512, 8) for length in _LAYER_LENGTHS], ("forward",))
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
-    cases += _half_core(CORE_SHAPES) + _half_layer(LAYER_SHAPES) + _half_layer(_GOAL_LAYERS, need_weights=True)
+    cases += _half_core() + _half_layer(LAYER_SHAPES) + _half_layer(_GOAL_LAYERS, need_weights=True)
     return cases + _memory_cases() + _more_memory_cases() + _half_memory()
 
 

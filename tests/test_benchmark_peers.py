@@ -192,3 +192,16 @@ def test_peers_have_names_of_their_own() -> None:
     for level in OURS:
         names = [peer.name for peer in (OURS[level], *PEERS) if peer.level == level]
         assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "padding", "bool+padding"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_openvinos_layer_in_bfloat16_computes_what_we_compute(mask: str, causal: bool) -> None:
+    peer = find_peer("layer", "OpenVINO layer")
+    if missing := peer.missing():
+        pytest.skip(missing)
+    case = replace(LAYER, task="forward", dtype="bf16", mask=mask, causal=causal)
+    assert peer.unsupported(case) is None
+    assert_agree(case, [peer])
+    assert peer.unsupported(replace(case, need_weights=True)) == "the graph has one output"
+    assert peer.unsupported(replace(case, dtype="fp32")) == "measured in bf16 only"

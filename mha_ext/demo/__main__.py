@@ -28,7 +28,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 import mha_ext
-from mha_ext.demo import checks, converted, report
+from mha_ext.demo import checks, converted, half, report
 from mha_ext.demo.model import ModelConfig
 from mha_ext.demo.picture import save_picture
 from mha_ext.demo.step_memory import step_peak_bytes
@@ -54,19 +54,19 @@ def _plan(quick: bool, alphabet_size: int) -> Plan:
     if quick:
         config = ModelConfig(alphabet_size, batch=8, context=64, width=64, heads=4, layers=2)
         return Plan(steps=60, held_out_batches=4, sample_length=120, config=config)
-    return Plan(steps=400, held_out_batches=16, sample_length=400, config=ModelConfig(alphabet_size))
+    return Plan(steps=340, held_out_batches=16, sample_length=400, config=ModelConfig(alphabet_size))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m mha_ext.demo",
-        description="Train one small language model twice, with PyTorch's attention layer and with ours, and compare.",
+        description="Train one small language model with PyTorch's attention layer and with ours, and compare.",
     )
     parser.add_argument("--quick", action="store_true", help="a small model and few steps: some seconds, not minutes")
     parser.add_argument(
         "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="where the picture goes"
     )
-    parser.add_argument("--steps", type=int, help="training steps (default: 400, or 60 with --quick)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 340, or 60 with --quick)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and batches (default: 0)")
     parser.add_argument("--threads", type=int, help="threads that torch may use (default: torch's own choice)")
     parsed = parser.parse_args(arguments)
@@ -124,7 +124,7 @@ def _print_head(console: Console, plan: Plan, corpus: Corpus) -> None:
     config = plan.config
     characters = len(corpus.training) + len(corpus.held_out)
     lines = [
-        "One language model, trained twice: with torch.nn.MultiheadAttention and with mha_ext's.",
+        "One language model, trained with torch.nn.MultiheadAttention, with mha_ext's, and with mha_ext's in bfloat16.",
         f"Text: pydoc_data.topics, {characters:,} characters, {config.alphabet_size} different ones",
         f"Model: {config.layers} layers, width {config.width}, {config.heads} heads, context {config.context}, "
         f"batch {config.batch}, {plan.steps} steps",
@@ -188,23 +188,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     _print_head(console, plan, corpus)
     learners = [make_learner(name, plan.config, plan.steps, options.seed) for name in ATTENTION_CLASSES]
-    started_equal = same_start(learners)
-    console.print(f"initial values of both models, bit for bit: {report.verdict(started_equal)}")
-    _train(console, learners, corpus.training, options.seed)
+    rounded = half.make_half_learner(plan.config, plan.steps, options.seed)
+    started_equal = same_start([*learners, rounded])
+    console.print(f"initial values of all models, bit for bit: {report.verdict(started_equal)}")
+    _train(console, [*learners, rounded], corpus.training, options.seed)
 
     held_out = {
-        learner.name: held_out_loss(learner.model, corpus.held_out, plan.held_out_batches, options.seed)
-        for learner in learners
+        learner.name: held_out_loss(learner, corpus.held_out, plan.held_out_batches, options.seed)
+        for learner in (*learners, rounded)
     }
     report.print_losses(console, learners, held_out)
     peaks = {name: step_peak_bytes(name, plan.config, options.seed) for name in ATTENTION_CLASSES}
     report.print_costs(console, learners, peaks)
+    bound = half.loss_bound(learners[-1], corpus.held_out, options.seed)
+    half_right = report.print_half(console, (learners[-1], rounded), held_out, bound)
     layer_right = _check_layer(console, plan, learners[-1], options.seed)
     converted_right = _check_converted(console, options.seed)
     _print_sample(console, learners[-1], corpus, plan.sample_length, options.seed)
     _save_picture(console, options.output, learners)
 
-    passed = started_equal and layer_right and converted_right
+    passed = started_equal and half_right and layer_right and converted_right
     console.print(f"all checks: {report.verdict(passed)}   ({time.perf_counter() - started:.0f} s)")
     return 0 if passed else 1
 

@@ -75,6 +75,27 @@ def print_costs(console: Console, learners: Sequence[Learner], peaks: Mapping[st
     console.print()
 
 
+def print_half(console: Console, learners: Sequence[Learner], held_out: Mapping[str, float], bound: float) -> bool:
+    """Prints where training ends in float32 and under autocast to bfloat16; returns whether the losses are the same."""
+    whole, rounded = learners
+    table = new_table("mha_ext's layer, bfloat16 autocast", "", "float32", "bfloat16", "difference", "at most")
+    apart = held_out[rounded.name] - held_out[whole.name]
+    losses = [f"{held_out[learner.name]:.4f}" for learner in learners]
+    table.add_row("held-out text, nats per character", *losses, f"{apart:+.1e}", f"{bound:.1e}")
+    times = [f"{learner.step_seconds * 1e3:.1f} ms" for learner in learners]
+    table.add_row("step (median)", *times, f"{median_ratio(whole, rounded):.2f}x", "")
+    console.print(table)
+    console.print(
+        "The bound: bfloat16 rounds a logit z by up to |z|/256, and the loss of a character moves by at most twice the "
+        "largest of its logits' roundings; the mean of that over held-out text.",
+        style="dim",
+    )
+    agree = abs(apart) <= bound
+    console.print(f"trained in bfloat16 to the same loss: {verdict(agree)}")
+    console.print()
+    return agree
+
+
 def print_converted(console: Console, losses: Mapping[str, Sequence[float]], agree: bool) -> None:
     """Prints the losses of a transformer of PyTorch's and of the same one converted."""
     table = new_table("nn.Transformer learns to copy, float64: loss in nats", "step", *losses, "difference")

@@ -38,11 +38,16 @@ def _rate_share(step: int, steps: int) -> float:
 
 @dataclass
 class Learner:
-    """A model in training, with what was recorded at each of its steps."""
+    """A model in training, with what was recorded at each of its steps.
+
+    Attributes:
+        autocast: the dtype that the model's products and attention are computed in; None for that of its parameters.
+    """
 
     name: str
     model: LanguageModel
     steps: int
+    autocast: torch.dtype | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -50,11 +55,18 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.98))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: _rate_share(step, self.steps))
 
+    def loss(self, codes: Tensor, following: Tensor) -> Tensor:
+        """Returns the model's loss on one batch."""
+        if self.autocast is None:
+            return self.model.loss(codes, following)
+        with torch.autocast("cpu", self.autocast):
+            return self.model.loss(codes, following)
+
     def step(self, codes: Tensor, following: Tensor) -> None:
         """Trains on one batch and records its loss and its time."""
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.model.loss(codes, following)
+        loss = self.loss(codes, following)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), _GRADIENT_NORM)
         self.optimizer.step()
@@ -100,11 +112,11 @@ def train(learners: Sequence[Learner], codes: Tensor, seed: int, on_step: Callab
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, codes: Tensor, batches: int, seed: int) -> float:
+def held_out_loss(learner: Learner, codes: Tensor, batches: int, seed: int) -> float:
     """Returns the mean loss, in nats per character, on text that training never saw."""
     generator = torch.Generator().manual_seed(seed)
-    config = model.config
-    losses = [model.loss(*draw_batch(codes, config.batch, config.context, generator)).item() for _ in range(batches)]
+    config = learner.model.config
+    losses = [learner.loss(*draw_batch(codes, config.batch, config.context, generator)).item() for _ in range(batches)]
     return statistics.fmean(losses)
 
 
