@@ -176,6 +176,7 @@ def test_a_layer_in_bfloat16_has_goals_for_training_and_inference():
         "layer, bf16, vs nn.MHA (default call)": (1.13, pytest.approx(1.14), "short"),
         "layer, bf16, vs the strongest other": (0.99, 1.0, "short"),
     }
+    assert verdicts(timed(case, mha=1.5, default=1.4, hand=1.7))["layer, bf16, vs the strongest other"][0] == 1.7
     weights = verdicts(timed(replace(case, need_weights=True), mha=1.9))
     assert weights == {"layer, bf16, with weights vs nn.MHA with weights": (1.9, pytest.approx(1.9), "pass")}
 
