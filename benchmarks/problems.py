@@ -5,7 +5,6 @@ Exact means the equations in a wider type on the very inputs that are handed ove
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -166,13 +165,11 @@ def flash(problem: Problem, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def composed(problem: Problem, leaves: Sequence[Tensor]) -> Tensor:
-    """PyTorch's function held to its composition, which takes the pairs that our dropout keeps."""
+    """PyTorch's function held to its composition, which takes the pairs that our dropout keeps (it warns once of that)."""
     if problem.kept is None:
         with sdpa_kernel(SDPBackend.MATH):
             return default_way(problem, leaves)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Dropout mask should only be used for testing purposes")
-        output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-            *leaves, problem.mask, problem.dropout, problem.causal, problem.kept
-        )[0]
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        *leaves, problem.mask, problem.dropout, problem.causal, problem.kept
+    )[0]
     return output
