@@ -55,6 +55,7 @@ _LAYER_RATIOS = {
 _HALF_LAYER_RATIOS = {"training": 2.0, "forward": 1.2}
 # Of bfloat16 to who else computes a layer: a prototype's lead over the layer written by hand. OpenVINO only infers.
 _HALF_LAYER_OTHERS = {"training": 1.6, "forward": 1.0}
+_WIDE = ("avx512", "amx")  # how the names of instruction sets begin whose float32 kernels have AVX-512's lanes
 _HALF_SLACK = 1.05  # of our time over our own in float32: the medians of two equal calls in turn differ by so much
 
 
@@ -293,7 +294,7 @@ def all_goals() -> list[Goal]:
 
 
 def _rows(goal: Goal, results: Sequence[Result], machine: dict[str, Any]) -> list[Row]:
-    needed = min(goal.needed, 1.0) if goal.peer and machine["cpu_capability"] != "avx512" else goal.needed
+    needed = min(goal.needed, 1.0) if goal.peer and not machine["cpu_capability"].startswith(_WIDE) else goal.needed
     rows = []
     for result in results:
         if goal.holds_for(result.case):

@@ -165,7 +165,7 @@ def flash(problem: Problem, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def composed(problem: Problem, leaves: Sequence[Tensor]) -> Tensor:
-    """PyTorch's function held to its composition, which takes the pairs that our dropout keeps (it warns once of that)."""
+    """PyTorch's function held to its composition, which takes the pairs that our dropout keeps (and warns once)."""
     if problem.kept is None:
         with sdpa_kernel(SDPBackend.MATH):
             return default_way(problem, leaves)

@@ -78,6 +78,7 @@ def test_fewer_lanes_need_only_be_as_fast_as_the_peer():
     result = timed(replace(CORE, causal=True), sdpa=1.05)
     assert verdicts(result, cpu_capability="avx2")["core vs F.sdpa"] == (1.05, 1.0, "pass")
     assert verdicts(result)["core vs F.sdpa"][2] == "short"
+    assert verdicts(result, cpu_capability="avx512_bf16")["core vs F.sdpa"][2] == "short"
     alone = timed(replace(CORE, batch=1, heads=1, length=4096, beside="1 thread"), own=1.5)
     assert verdicts(alone, cpu_capability="avx2")["one head, 1 thread over all threads"] == (1.5, 1.6, "short")
 
