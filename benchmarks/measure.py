@@ -11,6 +11,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.peers import OURS, Peer, peers_for
 from benchmarks.peers.own import NAMES, comparisons
 from benchmarks.processes import WorkerError, Workers
+from benchmarks.roofs import UNMEASURED_PRODUCTS
 from benchmarks.timing import Budget, Sample, Summary, cores, interleave, ratios, summarise
 from benchmarks.work import TOLERANCES, largest_difference
 from benchmarks.worker import PRODUCTS
@@ -140,8 +141,11 @@ def _measure_time(case: Case, peers: list[Peer], budget: Budget, workers: Worker
     own = OURS[case.level]
     differences, wrong = _agreeing(case, peers, workers)
     workers.prepare(case, own, own.name)
-    places = {own.name: own, **_prepared(case, peers, wrong, workers), PRODUCTS: own}
-    operations = workers.prepare(case, own, PRODUCTS)["operations"]
+    places = {own.name: own, **_prepared(case, peers, wrong, workers)}
+    operations = 0
+    if case.dtype not in UNMEASURED_PRODUCTS:
+        places[PRODUCTS] = own
+        operations = workers.prepare(case, own, PRODUCTS)["operations"]
     samples = interleave(list(places), lambda name, repeats: workers.time(places[name], name, repeats), budget)
     walls = {name: _walls(found) for name, found in samples.items()}
     entries = [
@@ -161,7 +165,7 @@ def _measure_time(case: Case, peers: list[Peer], budget: Budget, workers: Worker
         entries,
         wrong=wrong,
         rounds=len(samples[own.name]),
-        library_flops=operations / summarise(walls[PRODUCTS]).median,
+        library_flops=operations / summarise(walls[PRODUCTS]).median if operations else None,
     )
 
 

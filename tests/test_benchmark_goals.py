@@ -331,6 +331,15 @@ def test_measuring_puts_our_own_comparison_among_the_peers_and_does_not_compare_
     assert result.peers[1].difference is None and not result.wrong
 
 
+@pytest.mark.parametrize(("dtype", "has_products"), [("bf16", True), ("fp16", False)])
+def test_half_types_are_timed_beside_ours_in_float32_and_float16_without_the_librarys_products(dtype, has_products):
+    case = replace(SMALL, dtype=dtype, beside="float32", task="backward")
+    with Workers(allot(1)) as workers:
+        result = measure_case(case, lambda peer: peer.name == "F.sdpa", Budget(1e-3, least_rounds=1), workers)
+    assert [entry.peer for entry in result.peers] == ["F.sdpa", "mha_ext, float32"] and not result.wrong
+    assert (result.library_flops is not None) is has_products
+
+
 def make_run() -> Run:
     case = replace(CORE, mask="half padding", beside="unmasked")
     result = replace(timed(case, sdpa=3.0, own=1.8), rounds=3, library_flops=1e9)
