@@ -40,6 +40,17 @@ const std::optional<c10::TypedOperatorHandle<OneDnnLinear>>& onednn() {
   return op;
 }
 
+// PyTorch takes oneDNN for these on its own, but copies the bias into every row first.
+bool multiplies_bfloat16(const at::Tensor& tensor) {
+#ifdef MHA_EXT_X86
+  static const bool multiplies =
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return multiplies && tensor.scalar_type() == at::kBFloat16;
+#else
+  return false;
+#endif
+}
+
 // PyTorch's products of float16 run at 2 to 37 GF/s on a processor without float16 arithmetic (AMD Zen 4), those of
 // float32 at 180.
 bool multiplies_float16() {
@@ -61,8 +72,8 @@ at::Tensor widened(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
 bool is_large(const at::Tensor& input, const at::Tensor& weight) {
   const int64_t columns = weight.size(0), depth = weight.size(1);
   return input.numel() >= kLeastRows * depth && input.numel() * columns >= kLeastSize &&
-         input.scalar_type() == at::kFloat && prefers_onednn() && at::globalContext().userEnabledMkldnn() &&
-         onednn().has_value();
+         (input.scalar_type() == at::kFloat ? prefers_onednn() : multiplies_bfloat16(input)) &&
+         at::globalContext().userEnabledMkldnn() && onednn().has_value();
 }
 
 // The bias is contiguous: oneDNN's product does not look at its stride.
