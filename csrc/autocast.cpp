@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "linear.h"
 #include "signatures.h"
 
 namespace mha_ext {
@@ -45,6 +46,12 @@ AttentionResult attention_autocast(const AttentionArguments& a) {
   AttentionArguments lower = a;
   for (at::Tensor* tensor : {&lower.query, &lower.key, &lower.value}) cast(*tensor);
   return call_attention(lower);
+}
+
+std::optional<at::Tensor> fast_linear_autocast(at::Tensor input, at::Tensor weight, at::Tensor bias) {
+  const Autocast cast(input);
+  for (at::Tensor* tensor : {&input, &weight, &bias}) cast(*tensor);
+  return fast_linear(input, weight, bias);
 }
 
 WeightsResult attention_with_weights_autocast(const AttentionArguments& a, bool average) {

@@ -12,4 +12,7 @@ AttentionResult attention_autocast(const AttentionArguments& arguments);
 WeightsResult attention_with_weights_autocast(const AttentionArguments& arguments, bool average);
 LayerResult multi_head_attention_autocast(const LayerArguments& arguments);
 
+// fast_linear of the tensors in the lower precision.
+std::optional<at::Tensor> fast_linear_autocast(at::Tensor input, at::Tensor weight, at::Tensor bias);
+
 }  // namespace mha_ext

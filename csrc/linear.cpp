@@ -57,16 +57,23 @@ bool is_plain(const at::Tensor& t) {
          !t._fw_grad(/*level=*/0).defined();
 }
 
+// But for autocast.
+bool are_plain(at::ArrayRef<at::Tensor> tensors) {
+  return !transform_is_active() && !c10::impl::dispatch_mode_enabled() &&
+         std::all_of(tensors.begin(), tensors.end(), is_plain);
+}
+
 }  // namespace
 
 bool runs_on_cpu_alone(at::ArrayRef<at::Tensor> tensors) {
-  return !transform_is_active() && !c10::impl::dispatch_mode_enabled() && !autocast_is_active(tensors.front()) &&
-         std::all_of(tensors.begin(), tensors.end(), is_plain);
+  return !autocast_is_active(tensors.front()) && are_plain(tensors);
 }
 
 std::optional<at::Tensor> fast_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const std::array<at::Tensor, 3> tensors{input, weight, bias};
-  if (!runs_on_cpu_alone(tensors) || !cpu::has_fast_linear(input, weight, to_optional(bias))) return std::nullopt;
+  if (!are_plain(tensors)) return std::nullopt;
+  if (autocast_is_active(input)) return fast_linear_autocast(input, weight, bias);
+  if (!cpu::has_fast_linear(input, weight, to_optional(bias))) return std::nullopt;
   return FastLinear::apply(input, weight, to_optional(bias));
 }
 
