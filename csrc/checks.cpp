@@ -237,6 +237,13 @@ void check_attention(const char* function, const AttentionArguments& a) {
   check_masks(function, a.attn_mask, a.key_padding_mask, sizes, a.query);
 }
 
+void check_attention_for_backward(const AttentionArguments& a, int64_t weights) {
+  const char* function = "attention_for_backward";
+  check_attention(function, a);
+  TORCH_CHECK_VALUE(weights >= kNoWeights && weights <= kWeightsPerHead, function,
+                    ": weights must be 0 (none), 1 (mean over heads) or 2 (per head), got ", weights);
+}
+
 void check_attention_backward(const AttentionArguments& a, const AttentionCotangents& c) {
   const char* function = "attention_backward";
   check_attention(function, a);

@@ -76,7 +76,7 @@ WeightsResult attention_with_weights_math(const AttentionArguments& a, bool aver
 }
 
 ForBackwardResult attention_for_backward_math(const AttentionArguments& a, int64_t weights) {
-  check_attention("attention_for_backward", a);
+  check_attention_for_backward(a, weights);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
   const at::Tensor used = pairs::dropped(p.softmax.probabilities, p), out = attend(a, p, used);

@@ -53,7 +53,7 @@ WeightsResult attention_with_weights_meta(const AttentionArguments& a, bool aver
 }
 
 ForBackwardResult attention_for_backward_meta(const AttentionArguments& a, int64_t weights) {
-  check_attention("attention_for_backward", a);
+  check_attention_for_backward(a, weights);
   const at::Tensor rounding = empty_rounding(a.query, a.value.sym_size(3));
   if (weights != kNoWeights) {
     return std::tuple_cat(attention_with_weights_meta(a, weights == kMeanWeights), std::tuple(rounding));

@@ -40,6 +40,14 @@ def test_attention_backward(name: str, change: Any, error: type[Exception], mess
         )
 
 
+@pytest.mark.parametrize("weights", [-1, 3])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_that_do_not_exist(device: str, weights: int) -> None:
+    x = torch.zeros(1, 1, 2, 2, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"attention_for_backward: weights must be 0 \(none\), .*, got {weights}"):
+        ops.attention_for_backward(x, x, x, weights=weights)
+
+
 def test_weights_need_an_lse_that_can_be_read() -> None:
     s = attention_state()
     inputs = (torch.zeros(2, 5, 5), s["query"], s["key"], None, None, None, s["lse"].to("meta"))

@@ -67,7 +67,7 @@ AttentionResult attention(const AttentionArguments& args) {
 }
 
 ForBackwardResult attention_for_backward(const AttentionArguments& args, int64_t weights) {
-  check_attention("attention_for_backward", args);
+  check_attention_for_backward(args, weights);
   const int64_t width = args.value.size(3);
   const OutputTargets targets{empty_like_query(args.query, width), empty_rounding(args.query, width)};
   if (weights == kNoWeights) {
