@@ -147,8 +147,8 @@ __attribute__((noinline)) void few_column_sums(const FewColumnSums<V>& g, int64_
     sums[j] = out + (key + j) * ld;
   }
   const auto* addend = kLook ? g.addends + key : nullptr;
-  add_weighted<V, Sums::Fresh, kOwn, kLook>({{g.rows, g.columns.padded()}, g.count, addend, kFewKeys}, weights,
-                                            g.columns, sums);
+  const WeightedRows<V> rows{{g.rows, g.columns.padded()}, g.count, addend, kFewKeys};
+  add_weighted<V, Sums::Fresh, kOwn, kLook>(rows, weights, g.columns, sums);
 }
 
 template <class V>
@@ -185,7 +185,8 @@ void few_backward_tile(const BackwardParams& b, const KeyRange& range, const Gro
       addends = spread_few_addends<V>(rows.count, tile.count, s.mask);
     }
     if (b.grad_query.data != nullptr || b.grad_query_shares != nullptr) {
-      add_few_products<V>({s.grad_scores, keys, tile.count, addends != nullptr}, s.head, s.accumulator, s.mask);
+      add_few_products<V>(few_weighted<V>(s.grad_scores, keys, tile.count, addends != nullptr), s.head, s.accumulator,
+                          s.mask);
     }
   }
   if (b.grad_key.data != nullptr) {

@@ -7,9 +7,9 @@ namespace mha_ext::kernels {
 namespace {
 
 // What rows at[0 .. kOwn) of `own` give with some keys, from `products` on.
-template <class V, int kOwn>
+template <class V, int kOwn, typename Element>
 __attribute__((noinline)) void multiply_some(const typename V::Scalar* own, const RowVectors<V>& columns,
-                                             const OtherRows<V>& others, const int64_t* at,
+                                             const OtherRows<V, Element>& others, const int64_t* at,
                                              typename V::Scalar* products) {
   FewPointers<V> rows;
   typename V::Scalar* results[kFewTogether];
@@ -23,12 +23,12 @@ __attribute__((noinline)) void multiply_some(const typename V::Scalar* own, cons
 
 // products[r][k] = own[r] . others[k]: keys outside, rows inside, so that the keys come from the nearest cache for all
 // rows.
-template <class V>
-void multiply_few(const typename V::Scalar* own, const RowVectors<V>& columns, const Rows<typename V::Scalar>& others,
+template <class V, typename Element>
+void multiply_few(const typename V::Scalar* own, const RowVectors<V>& columns, const Rows<Element>& others,
                   int64_t count, typename V::Scalar* products, const FewMask<V>& mask) {
   const int64_t* end = mask.active + mask.active_rows;
   for (int64_t k = 0; k < count; k += few_keys_together<V>()) {
-    const OtherRows<V> some(others, k, count);
+    const OtherRows<V, Element> some(others, k, count);
     const int64_t* at = mask.active;
     for (; end - at >= 3 && end - at != 4; at += 3) multiply_some<V, 3>(own, columns, some, at, products + k);
     for (; end - at >= 2; at += 2) multiply_some<V, 2>(own, columns, some, at, products + k);
@@ -37,17 +37,23 @@ void multiply_few(const typename V::Scalar* own, const RowVectors<V>& columns, c
 }
 
 // weights[r][k] and rows [k]; `look`: hidden pairs are left out, not taken as 0.
-template <class V>
+template <class V, typename Element>
 struct FewWeighted {
   const typename V::Scalar* weights;
-  Rows<typename V::Scalar> rows;
+  Rows<Element> rows;
   int64_t count;
   bool look;
 };
 
-template <class V, int kOwn, bool kLook>
-__attribute__((noinline)) void add_some_products(const FewWeighted<V>& w, const RowVectors<V>& columns, int64_t key,
-                                                 const int64_t* at, typename V::Scalar* sums,
+template <class V, typename Element>
+FewWeighted<V, Element> few_weighted(const typename V::Scalar* weights, const Rows<Element>& rows, int64_t count,
+                                     bool look) {
+  return {weights, rows, count, look};
+}
+
+template <class V, int kOwn, bool kLook, typename Element>
+__attribute__((noinline)) void add_some_products(const FewWeighted<V, Element>& w, const RowVectors<V>& columns,
+                                                 int64_t key, const int64_t* at, typename V::Scalar* sums,
                                                  const typename V::Scalar* addend) {
   FewPointers<V> weights;
   typename V::Scalar* sum[kFewTogether];
@@ -56,14 +62,14 @@ __attribute__((noinline)) void add_some_products(const FewWeighted<V>& w, const 
     weights[j] = w.weights + at[j] * kFewKeys + key;
     sum[j] = sums + at[j] * columns.padded();
   }
-  add_weighted<V, Sums::SideBySide, kOwn, kLook>(
-      {{w.rows.data + key * w.rows.ld, w.rows.ld}, min_of(kFewStep, w.count - key), kLook ? addend + key : nullptr, 1},
-      weights, columns, sum);
+  const WeightedRows<V, Element> some{
+      {w.rows.data + key * w.rows.ld, w.rows.ld}, min_of(kFewStep, w.count - key), kLook ? addend + key : nullptr, 1};
+  add_weighted<V, Sums::SideBySide, kOwn, kLook>(some, weights, columns, sum);
 }
 
 // sums[r] += sum_k weights[r][k] rows[k], a few keys at a time, which stay in the nearest cache for all rows.
-template <class V>
-void add_few_products(const FewWeighted<V>& w, const RowVectors<V>& columns, typename V::Scalar* sums,
+template <class V, typename Element>
+void add_few_products(const FewWeighted<V, Element>& w, const RowVectors<V>& columns, typename V::Scalar* sums,
                       const FewMask<V>& mask) {
   const int64_t* end = mask.active + mask.active_rows;
   for (int64_t k = 0; k < w.count; k += kFewStep) {

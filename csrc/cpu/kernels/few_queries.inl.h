@@ -96,8 +96,8 @@ template <class V>
 bool weigh_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, const QueryBlock& tile,
                FewScratch<V>& s) {
   if (!resolve_few_masks<V>(p, range, rows, tile, s.mask)) return false;
-  const auto keys = few_rows<V>(p.key, tile, p.head_dim, rows.count > 1, s.keys);
-  multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask);
+  with_few_rows<V>(p.key, tile, p.head_dim, rows.count, s.keys,
+                   [&](const auto& keys) { multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask); });
   for (int64_t i = 0; i < s.mask.active_rows; ++i) {
     const int64_t r = s.mask.active[i];
     few_softmax<V>(r, tile.count, s.mask.rows[r].addend, s);
@@ -114,9 +114,10 @@ void forward_few_tile(const AttentionParams& p, const KeyRange& range, const Gro
       drop_few<V>(p, range.batch, row, tile, s.scores + row.index * kFewKeys, s.mask);
     }
   }
-  const auto values = few_rows<V>(p.value, tile, p.value_dim, rows.count > 1, s.values);
-  const bool look = s.mask.hides_pairs && few_nonfinite<V>(values, tile.count, s.value);
-  add_few_products<V>({s.scores, values, tile.count, look}, s.value, s.accumulator, s.mask);
+  with_few_rows<V>(p.value, tile, p.value_dim, rows.count, s.values, [&](const auto& values) {
+    const bool look = s.mask.hides_pairs && few_nonfinite<V>(values, tile.count, s.value);
+    add_few_products<V>(few_weighted<V>(s.scores, values, tile.count, look), s.value, s.accumulator, s.mask);
+  });
 }
 
 // out and lse of one row from O, m and l; a row that saw no key has l = 0: out 0, lse -inf.

@@ -6,9 +6,10 @@
 namespace mha_ext::kernels {
 namespace {
 
-constexpr int64_t kFewKeys = 128;  // keys a tile
-constexpr int64_t kFewRows = 64;   // rows that run together at most
-constexpr int64_t kFewStep = 32;   // keys that are added up at a time
+constexpr int64_t kFewKeys = 128;   // keys a tile
+constexpr int64_t kFewRows = 64;    // rows that run together at most
+constexpr int64_t kFewStep = 32;    // keys that are added up at a time
+constexpr int64_t kFewWidened = 4;  // rows that run together while half types are widened for each of their rounds
 
 // How vectors cover a row: side by side, and one more up to the row's end where it is no whole number of vectors. That
 // one overlaps its neighbour, so that nothing behind the row is read. Rows shorter than a vector are padded copies.
@@ -45,6 +46,23 @@ Rows<typename V::Scalar> few_rows(const TensorView& t, const QueryBlock& rows, i
   return {scratch, ld};
 }
 
+// use(rows) for rows of K or V that vectors read in place, also those of half types, widened on their way; else for a
+// copy. With many rows of our own, which read them several times over, half types are copied.
+template <class V, class Use>
+void with_few_rows(const TensorView& t, const QueryBlock& rows, int64_t cols, int64_t own_rows,
+                   typename V::Scalar* scratch, const Use& use) {
+  if constexpr (sizeof(typename V::Scalar) == sizeof(float)) {
+    if (t.stride_d == 1 && cols >= V::kWidth && own_rows <= kFewWidened) {
+      const int64_t first = rows.batch * t.stride_b + rows.head * t.stride_h + rows.begin * t.stride_t;
+      if (t.type == ElementType::BFloat16) {
+        return use(Rows<BFloat16>{pointer_to<BFloat16>(t.data) + first, t.stride_t});
+      }
+      if (t.type == ElementType::Float16) return use(Rows<Float16>{pointer_to<Float16>(t.data) + first, t.stride_t});
+    }
+  }
+  use(few_rows<V>(t, rows, cols, own_rows > 1, scratch));
+}
+
 // Rows of our own that run together share each vector of K or V that is read.
 constexpr int kFewTogether = 3;
 
@@ -58,10 +76,10 @@ constexpr int few_keys_together() {
 }
 
 // Where so many rows begin; those from `count` on are the last one again.
-template <class V>
+template <class V, typename Element>
 struct OtherRows {
-  const typename V::Scalar* row[few_keys_together<V>()];
-  OtherRows(const Rows<typename V::Scalar>& rows, int64_t first, int64_t count) {
+  const Element* row[few_keys_together<V>()];
+  OtherRows(const Rows<Element>& rows, int64_t first, int64_t count) {
     for (int i = 0; i < few_keys_together<V>(); ++i) row[i] = rows.data + min_of(first + i, count - 1) * rows.ld;
   }
 };
@@ -84,9 +102,9 @@ MHA_EXT_INLINE typename V::Vec add_lanes(const typename V::Vec* sums) {
 
 // Products of kOwn rows with kRows others, every kStep-th from kFirst on: vectors of kRows partial sums a row, or whole
 // results where a vector is no longer than kRows.
-template <class V, int kOwn, int kRows, int kFirst, int kStep>
-MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V>& others, const RowVectors<V>& columns,
-                                  typename V::Vec* results) {
+template <class V, int kOwn, int kRows, int kFirst, int kStep, typename Element>
+MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V, Element>& others,
+                                  const RowVectors<V>& columns, typename V::Vec* results) {
   using Vec = typename V::Vec;
   Vec sum[kOwn][kRows];
 #pragma GCC unroll 4
@@ -129,9 +147,9 @@ MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V>&
 }
 
 // products[j][k] = own[j] . others.row[k].
-template <class V, int kOwn>
-MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V>& others, const RowVectors<V>& columns,
-                                 typename V::Scalar* const* products) {
+template <class V, int kOwn, typename Element>
+MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V, Element>& others,
+                                 const RowVectors<V>& columns, typename V::Scalar* const* products) {
   constexpr int W = V::kWidth;
   constexpr int kRows = kOwn == 1 ? 8 : V::kGemmRows;  // sums in flight that hide an addition's latency, in registers
   if constexpr (kRows < W) {
@@ -160,9 +178,9 @@ MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V>& 
 
 // Rows, and where weights of sums over them lie, `step` apart. With `addend` set, which lies as a weight does, rows
 // whose addend is minus infinity are left out.
-template <class V>
+template <class V, typename Element = typename V::Scalar>
 struct WeightedRows {
-  Rows<typename V::Scalar> rows;
+  Rows<Element> rows;
   int64_t count;
   const typename V::Scalar* addend;
   int64_t step;
@@ -171,10 +189,9 @@ struct WeightedRows {
 // Sums may begin afresh, and lie as rows do then; else they are added to, their vectors side by side.
 enum class Sums { Fresh, SideBySide };
 
-template <class V, int kOwn, int kVectors, bool kLook>
-MHA_EXT_INLINE void add_one_row(const WeightedRows<V>& w, const FewPointers<V>& weights,
-                                const typename V::Scalar* const* row, int64_t k,
-                                typename V::Vec (&sum)[kOwn][kVectors]) {
+template <class V, int kOwn, int kVectors, bool kLook, typename Element>
+MHA_EXT_INLINE void add_one_row(const WeightedRows<V, Element>& w, const FewPointers<V>& weights,
+                                const Element* const* row, int64_t k, typename V::Vec (&sum)[kOwn][kVectors]) {
   if (kLook && w.addend[k * w.step] == -V::kInfinity) return;
   typename V::Vec weight[kOwn];
 #pragma GCC unroll 4
@@ -188,11 +205,11 @@ MHA_EXT_INLINE void add_one_row(const WeightedRows<V>& w, const FewPointers<V>& 
 }
 
 // Even and odd rows are added up apart: twice the sums in flight.
-template <class V, Sums kSums, int kOwn, int kVectors, bool kLook>
-MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V>& w, const FewPointers<V>& weights,
+template <class V, Sums kSums, int kOwn, int kVectors, bool kLook, typename Element>
+MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V, Element>& w, const FewPointers<V>& weights,
                                        const RowVectors<V>& columns, int64_t slot, typename V::Scalar* const* sums) {
   typename V::Vec even[kOwn][kVectors], odd[kOwn][kVectors];
-  const typename V::Scalar* row[kVectors];
+  const Element* row[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) row[v] = w.rows.data + columns.offset(slot + v);
 #pragma GCC unroll 4
@@ -220,9 +237,9 @@ MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V>& w, const FewPointe
 }
 
 // sums[j] (+)= weights[j][k] row[k] over k.
-template <class V, Sums kSums, int kOwn, bool kLook>
-MHA_EXT_INLINE void add_weighted(const WeightedRows<V>& w, const FewPointers<V>& weights, const RowVectors<V>& columns,
-                                 typename V::Scalar* const* sums) {
+template <class V, Sums kSums, int kOwn, bool kLook, typename Element>
+MHA_EXT_INLINE void add_weighted(const WeightedRows<V, Element>& w, const FewPointers<V>& weights,
+                                 const RowVectors<V>& columns, typename V::Scalar* const* sums) {
   constexpr int kVectors = kOwn == 1 || V::kGemmRows == 8 ? 4 : 2;
   int64_t slot = 0;
   for (; slot + kVectors <= columns.slots(); slot += kVectors) {
@@ -235,8 +252,8 @@ MHA_EXT_INLINE void add_weighted(const WeightedRows<V>& w, const FewPointers<V>&
 }
 
 // Whether rows hold an infinity or NaN (any_nonfinite, in place).
-template <class V>
-bool few_nonfinite(Rows<typename V::Scalar> rows, int64_t count, const RowVectors<V>& columns) {
+template <class V, typename Element>
+bool few_nonfinite(Rows<Element> rows, int64_t count, const RowVectors<V>& columns) {
   typename V::Vec sum = V::zero();
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t slot = 0; slot < columns.slots(); ++slot) {
