@@ -20,10 +20,8 @@ import mha_ext
 from benchmarks import processors
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_FLAGS = {
-    "avx512": ["-mavx512f", "-mfma", "-DVECTOR_BYTES=64"],
-    "avx2": ["-mavx2", "-mfma", "-DVECTOR_BYTES=32"],
-}
+_AVX512 = ["-mavx512f", "-mfma", "-DVECTOR_BYTES=64"]
+_FLAGS = {"avx512_bf16": _AVX512, "avx512": _AVX512, "avx2": ["-mavx2", "-mfma", "-DVECTOR_BYTES=32"]}
 _SIZES = {"fp32": 4, "fp64": 8}
 _STEPS = 500_000  # a few milliseconds
 _REPEATS = 20

@@ -48,9 +48,11 @@ Function = Callable[..., Any]
 
 
 # ------------------------------------------------------------------------------------------------------ the comparisons
-def limits_of(truth: Exact, case: Case, dtype: torch.dtype, got: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The limits for what a party computed in ``dtype``."""
-    limits = attention_limits(truth, dtype, case.heads_kv, grads=len(got) > 1)
+def limits_of(
+    truth: Exact, case: Case, dtype: torch.dtype, got: dict[str, Tensor], rounded: bool = False
+) -> dict[str, Tensor]:
+    """The limits for what a party computed in ``dtype``; ``rounded``: its weights too."""
+    limits = attention_limits(truth, dtype, case.heads_kv, grads=len(got) > 1, rounded=rounded)
     if "attn_mask" in got:
         limits["attn_mask"] = bias_limit(truth, limits["scores"], got["attn_mask"], case.keys, dtype)
     return limits
@@ -72,7 +74,8 @@ def against_ort(problem: Problem, function: Function = functional.scaled_dot_pro
     oracle = options.pop("run", ort_attention)(problem, **options)
     ours = run_ours(function, problem, grads=False)
     limit = limits_of(truth, case, case.dtype, ours)["out"]
-    theirs = limit + rounded_scores(truth) if case.dtype == HALF else limit
+    rounded = limits_of(truth, case, case.dtype, ours, rounded=True)["out"]
+    theirs = rounded + rounded_scores(truth) if case.dtype == HALF else limit
     three_way("out", ORT, (ours["out"], oracle, truth.out), (limit, theirs))
 
 
@@ -87,7 +90,7 @@ def against_jax(
     truth, oracle = answers or (exact(problem), jax_attention(problem))
     ours = run_ours(function, problem, grads=True)
     limits = limits_of(truth, case, case.dtype, ours)
-    theirs = limits_of(truth, case, torch.float32 if case.dtype == torch.float64 else case.dtype, ours)
+    theirs = limits_of(truth, case, torch.float32 if case.dtype == torch.float64 else case.dtype, ours, rounded=True)
     assert oracle.keys() == ours.keys()
     for name, got in ours.items():
         want = truth.out if name == "out" else truth.grads[name]

@@ -17,8 +17,9 @@ the problem at hand, so they grow with head size, key length and the magnitude o
   result.
 
 ``k`` is u times bfloat16's for bfloat16 and float16, which keep what rounding took from the output, otherwise u.
-Weights and dS are not rounded to the storage type before they enter a product. Where numbers are so small that their
-spacing no longer shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
+Weights and dS are not rounded to the storage type before they enter a product, as other libraries round them: for those
+(``rounded``) e_p is u larger in out and value's gradient, e_ds by u |dS|, and k is u. Where numbers are so small that
+their spacing no longer shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
 """
 
 from __future__ import annotations
@@ -85,11 +86,14 @@ def fold_heads(grad: Tensor, heads: int) -> Tensor:
 
 
 @threads(1)
-def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: bool = True) -> dict[str, Tensor]:
+def attention_limits(
+    exact: Exact, dtype: torch.dtype, kv_heads: int, grads: bool = True, rounded: bool = False
+) -> dict[str, Tensor]:
     """Elementwise limits for out, lse and the gradients of query, key, value and the biased scores (see the module's
     text)."""
     u, a = roundoff(dtype), roundoff(sum_dtype(dtype))
-    kept = u * roundoff(torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else u
+    half = dtype in (torch.bfloat16, torch.float16)
+    h, kept = u if half and rounded else 0.0, u * roundoff(torch.bfloat16) if half and not rounded else u
     tiny = smallest(dtype)
     (queries, dim), (keys, dim_v) = exact.query.shape[-2:], exact.value.shape[-2:]
     products = abs(exact.scale) * (exact.query.abs() @ exact.key.abs().mT)
@@ -100,7 +104,7 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     e_l = (exact.weights * e_s).sum(-1, keepdim=True) + growth(keys, dtype) + 4 * a + 3 * a * lse.abs()
     e_p = e_s + e_l + 2 * a * (products + bias.abs() + lse.abs()) + 4 * a
     used = exact.weights * exact.drop
-    e_sum = (used * (e_p + growth(keys, dtype))) @ exact.value.abs()
+    e_sum = (used * (e_p + growth(keys, dtype) + h)) @ exact.value.abs()
     e_sum = e_sum + tiny * (1 + exact.value.abs().sum(-2, keepdim=True))
     limits = {"out": e_sum + u * exact.out.abs(), "lse": e_l[..., 0]}
     if not grads:
@@ -112,13 +116,13 @@ def attention_limits(exact: Exact, dtype: torch.dtype, kv_heads: int, grads: boo
     e_d = growth(dim_v, dtype) * delta + (d_out * (e_sum + kept * exact.out.abs())).sum(-1, keepdim=True)
     e_dp = growth(dim_v, dtype) * d_weights
     rest = e_dp + e_d + 3 * a * (d_weights + delta + exact.grad_lse.abs()[..., None])
-    e_ds = e_p * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
+    e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
     shared = queries * (exact.query.shape[1] // max(kv_heads, 1))
     query = (
         abs(exact.scale) * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
     )
-    key = abs(exact.scale) * ((e_ds + growth(shared, dtype) * d_scores).mT @ exact.query.abs())
-    value = (used * (e_p + growth(shared, dtype)) + tiny).mT @ d_out
+    key = abs(exact.scale) * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
+    value = (used * (e_p + h + growth(shared, dtype)) + tiny).mT @ d_out
     limits["query"] = query + tiny
     limits["key"] = fold_heads(key, kv_heads) + u * exact.grads["key"].abs() + tiny
     limits["value"] = fold_heads(value, kv_heads) + u * exact.grads["value"].abs() + tiny

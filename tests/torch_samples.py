@@ -193,7 +193,9 @@ def attention_truth(call: Call, dtype: torch.dtype) -> tuple[Answers, Limits]:
         )
     if "attn_mask" in truth.grads:
         answers["attn_mask"] = truth.grads["attn_mask"]
-        bounds["attn_mask"] = bias_limit(truth, limits["scores"], answers["attn_mask"], problem.case.keys, dtype)
+        bounds["attn_mask"] = bias_limit(
+            truth, limits["scores"], answers["attn_mask"].to(dtype), problem.case.keys, dtype
+        )
     return answers, bounds
 
 
