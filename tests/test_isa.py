@@ -94,6 +94,7 @@ def test_what_the_processor_lists_is_offered() -> None:
         flags = next((line for line in f if line.startswith("flags")), "").split()
     assert ("avx2" in CAPABILITIES) == ({"avx2", "fma", "f16c"} <= set(flags))
     assert ("avx512" in CAPABILITIES) == ({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"} <= set(flags))
+    assert ("avx512_bf16" in CAPABILITIES) == ("avx512" in CAPABILITIES and "avx512_bf16" in flags)
 
 
 @pytest.mark.parametrize("name", ["sse9", "", "AVX2 "])
