@@ -131,11 +131,15 @@ void check_shape(const Argument& argument, const at::Tensor& tensor, c10::SymInt
   TORCH_CHECK_VALUE(tensor.sym_sizes() == shape, argument, " have shape ", shape, ", got ", tensor.sym_sizes());
 }
 
-// Of out's shape; one axis where it is empty.
+// Of out's shape, or empty, with one axis; always so for float32 and float64.
 void check_rounding(const Argument& argument, const at::Tensor& rounding, c10::SymIntArrayRef shape,
                     const at::Tensor& query) {
-  if (!rounding.defined() || rounding.dim() == 1) return;
-  check_shape(argument, rounding, shape);
+  if (!rounding.defined()) return;
+  if (rounding.dim() == 1 || !is_half(query)) {
+    check_shape(argument, rounding, std::array<c10::SymInt, 1>{0});
+  } else {
+    check_shape(argument, rounding, shape);
+  }
   TORCH_CHECK_TYPE(rounding.scalar_type() == at::kBFloat16, argument, " be bfloat16, got ", rounding.scalar_type());
   check_device(argument, rounding, query);
 }

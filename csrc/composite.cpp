@@ -39,8 +39,9 @@ at::Tensor finish_weights(const at::Tensor& weights, const at::Tensor& query, bo
 
 at::Tensor rounding_of(const at::Tensor& out, const at::Tensor& query) {
   if (!is_half(query)) return at::empty({0}, query.options().dtype(at::kBFloat16));
-  const at::Tensor lost = out - out.to(query.scalar_type()).to(out.scalar_type());
-  return lay_out_like_query(lost.nan_to_num(0, 0, 0).to(at::kBFloat16), query);
+  const double largest = query.scalar_type() == at::kHalf ? 65504.0 : 0x1.fep127;
+  const at::Tensor lost = out - out.to(query.scalar_type()).to(out.scalar_type()).clamp(-largest, largest);
+  return lay_out_like_query(lost.to(at::kBFloat16), query);
 }
 
 // dV = W^T dO

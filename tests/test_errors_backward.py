@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +42,20 @@ def test_attention_backward(name: str, change: Any, error: type[Exception], mess
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_rounding_took_is_bfloat16_of_the_output_s_shape_or_empty(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 2, 4, 3).to(dtype)
+    out, lse, _, rounding = ops.attention_for_backward(x, x, x)
+    good = [rounding, torch.zeros(0, dtype=torch.bfloat16), None]
+    bad = [torch.ones(7, dtype=torch.bfloat16), torch.zeros(0), torch.ones(2, 2, 4, 4, dtype=torch.bfloat16)]
+    for given in good + bad:
+        call = partial(ops.attention_backward, out, None, x, x, x, None, None, None, out, lse, **OFF)
+        with (
+            nullcontext() if given is None or any(given is x for x in good) else pytest.raises((ValueError, TypeError))
+        ):
+            call(output_mask=[True] * 3 + [False] * 2, rounding=given)
+
+
 @pytest.mark.parametrize("weights", [-1, 3])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_weights_that_do_not_exist(device: str, weights: int) -> None:
@@ -65,13 +81,8 @@ def test_weights_need_an_lse_that_can_be_read() -> None:
         ("v", lambda t: t.new_zeros(2, 5, 16), ValueError, r"v must have shape \[0\], got \[2, 5, 16\]"),
         ("context", lambda t: t.bfloat16(), TypeError, "context must have query's dtype Float"),
         ("lse", lambda t: t.half(), TypeError, "lse must be Float, got Half"),
-        (
-            "rounding",
-            lambda t: t.new_zeros(2, 5, 8),
-            ValueError,
-            r"rounding must have shape \[2, 5, 16\], got \[2, 5, 8\]",
-        ),
-        ("rounding", lambda t: torch.zeros(2, 5, 16), TypeError, "rounding must be bfloat16, got Float"),
+        ("rounding", lambda t: t.new_zeros(2, 5, 16), ValueError, r"rounding must have shape \[0\], got \[2, 5, 16\]"),
+        ("rounding", lambda t: torch.zeros(0), TypeError, "rounding must be bfloat16, got Float"),
     ],
 )
 def test_layer_backward(name: str, change: Any, error: type[Exception], message: str) -> None:

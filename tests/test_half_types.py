@@ -324,3 +324,43 @@ def test_few_queries_and_many_agree_on_what_is_seen(capability: str, dtype: torc
             out, lse = ops.attention(problem.query[:, :, first : first + 1], problem.key, problem.value, mask)
             assert_within(out, truth.out[:, :, first : first + 1], limits["out"][:, :, first : first + 1])
             assert_within(lse, truth.lse[:, :, first : first + 1], limits["lse"][:, :, first : first + 1])
+
+
+@EVERY
+@pytest.mark.parametrize("queries", [3, 33])
+@pytest.mark.parametrize(("of_query", "of_key", "scale"), [(1e19, 1e20, 1e-39), (1e-19, 1e-20, 1e38), (1e3, 1e3, 1e-6)])
+def test_a_scale_that_keeps_products_in_range(
+    of_query: float, of_key: float, scale: float, queries: int, capability: str
+) -> None:
+    """Products of queries and keys themselves would leave float32's range, or vanish."""
+    query, key, value = (torch.randn(1, 2, n, 16) for n in (queries, 40, 40))
+    tensors = [(x * size).bfloat16() for x, size in ((query, of_query), (key, of_key), (value, 1.0))]
+    want = torch.softmax(scale * tensors[0].double() @ tensors[1].double().mT, -1) @ tensors[2].double()
+    with cpu_capability(capability):
+        out, _ = ops.attention(*tensors, scale=scale)
+    assert float((out.double() - want).abs().max()) <= 2 * roundoff(torch.bfloat16) * float(tensors[2].abs().max())
+
+
+@EVERY
+@pytest.mark.parametrize("queries", [3, 33])
+def test_an_output_beyond_the_range_spoils_no_gradient_that_leaves_it_out(queries: int, capability: str) -> None:
+    """Dropout makes the first column infinite here and there; the loss does not look at it."""
+    dtype = torch.float16
+    query, key, value = (torch.randn(1, 1, n, 16).to(dtype) for n in (queries, 40, 40))
+    value[..., 0] = torch.finfo(dtype).max * 0.9
+    seed, options = torch.tensor([3]), {"dropout_p": 0.7}
+    grad = torch.randn(1, 1, queries, 16).to(dtype)
+    grad[..., 0] = 0
+    results = []
+    for hidden in (False, True):
+        if hidden:
+            value = value.clone()
+            value[..., 0] = 0
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        with cpu_capability(capability):
+            out, _ = ops.attention(*leaves, dropout_seed=seed, **options)
+            results.append((out, torch.autograd.grad(out, leaves, grad)))
+    assert bool(results[0][0][..., 0].isinf().any())
+    for found, want in zip(results[0][1], results[1][1], strict=True):
+        size = float(want.abs().max())
+        assert bool(found.isfinite().all()) and float((found - want).abs().max()) <= 2 * roundoff(dtype) * size

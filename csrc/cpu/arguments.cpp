@@ -114,6 +114,15 @@ const kernels::KernelTable& kernels_for(at::ScalarType tensors) {
   return tensors == at::kDouble ? set.float64 : set.float32;
 }
 
+// Products of bfloat16 are scaled after they are made: a scale that far from 1 may be there to keep them in range.
+const kernels::KernelTable& kernels_for(const AttentionArguments& args) {
+  constexpr double kMostScale = 1 << 20;
+  const double scale = std::abs(args.scale.value_or(1.0));
+  const bool usual = scale <= kMostScale && scale >= 1 / kMostScale;
+  const at::ScalarType type = args.query.scalar_type();
+  return kernels_for(usual ? type : compute_type(type));
+}
+
 kernels::TensorView view_of(const at::Tensor& t) { return make_view<kernels::TensorView>(t, t.const_data_ptr()); }
 
 kernels::MutableTensorView mutable_view_of(const at::Tensor& t) {
@@ -138,8 +147,7 @@ BoundArguments bind(const AttentionArguments& args) {
   p.causal = args.causal != kNotCausal;
   p.causal_offset = args.causal == kLowerRight ? p.num_keys - p.appended_keys - p.num_queries : 0;
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.query_block =
-      query_block_size(p.num_queries, kernels_for(args.query.scalar_type()).vector_width, kernels::kBlockQueries);
+  p.query_block = query_block_size(p.num_queries, kernels_for(args).vector_width, kernels::kBlockQueries);
   bind_dropout(args, p);
   if (args.attn_mask.defined()) {
     bound.attn_mask = in_compute_type(args.attn_mask, compute);

@@ -11,6 +11,7 @@ at::ScalarType compute_type(const at::Tensor& query);
 at::ScalarType compute_type(at::ScalarType type);
 kernels::ElementType element_type(at::ScalarType type);
 const kernels::KernelTable& kernels_for(at::ScalarType tensors);
+const kernels::KernelTable& kernels_for(const AttentionArguments& args);
 
 kernels::TensorView view_of(const at::Tensor& t);
 kernels::MutableTensorView mutable_view_of(const at::Tensor& t);

@@ -49,7 +49,7 @@ at::Tensor attention_into(const AttentionArguments& args, const OutputTargets& t
   if (lse.numel() == 0) return lse;
   forward.lse = lse.mutable_data_ptr();
 
-  const kernels::KernelTable& kernel = kernels_for(args.query.scalar_type());
+  const kernels::KernelTable& kernel = kernels_for(args);
   if (runs_as_few(p.num_queries, kernel)) {
     attend_few(forward, kernel, lse.options());
     return lse;

@@ -22,7 +22,7 @@ std::tuple<at::Tensor, at::Tensor> attention_with_weights_into(const AttentionAr
                                      : at::empty({p.batch, p.heads, p.num_queries, p.num_keys}, args.query.options());
   if (lse.numel() == 0) return {lse, weights};
 
-  const kernels::KernelTable& kernel = kernels_for(args.query.scalar_type());
+  const kernels::KernelTable& kernel = kernels_for(args);
   const int64_t head_count = average ? p.heads : 1, first_heads = p.heads / head_count;
   p.query_block = query_block_size(p.num_queries, kernel.vector_width,
                                    most_weights_queries(p.num_queries, p.num_keys, p.batch * first_heads));

@@ -23,9 +23,9 @@ at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& targ
 }
 
 // dQ, dK, dV. A unit is a key/value head, or one of its ranges of keys: each then leaves its share of dQ apart.
-void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const at::Tensor& query) {
+void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const AttentionArguments& args) {
   const AttentionParams& p = b.attention;
-  const KernelTable& kernel = kernels_for(query.scalar_type());
+  const KernelTable& kernel = kernels_for(args);
   const bool few = runs_as_few(p.num_queries, kernel) && b.grad_weights.data == nullptr;
   b.range_keys = few ? few_range_size(p.num_keys) : key_range_size(p.heads, p.kv_heads, p.num_keys);
   const bool apart = few || splits_heads(p.batch * p.kv_heads, thread_count());
@@ -34,7 +34,7 @@ void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const at::
   at::Tensor shares;
   if (ranges > 1 && grad_query.defined()) {
     shares = at::empty({ranges, p.batch, p.heads, p.num_queries, p.head_dim},
-                       grad_query.options().dtype(compute_type(query)));
+                       grad_query.options().dtype(compute_type(args.query)));
     b.grad_query_shares = shares.mutable_data_ptr();
   }
   const double work = multiply_adds(p, p.num_queries * (p.heads / p.kv_heads), range);
@@ -54,10 +54,10 @@ void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const at::
 
 // d(mask) in the shape of the mask. A unit owns a piece of the gradient and adds to it, in order, the tiles of every
 // (b, h, query block, key) that the piece is broadcast over.
-at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, const at::Tensor& query) {
+at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, const AttentionArguments& args) {
   const AttentionParams& p = b.attention;
-  const KernelTable& kernel = kernels_for(query.scalar_type());
-  const at::Tensor grad = at::zeros(mask.sizes(), mask.options().dtype(compute_type(query)));
+  const KernelTable& kernel = kernels_for(args);
+  const at::Tensor grad = at::zeros(mask.sizes(), mask.options().dtype(compute_type(args.query)));
   const bool own_b = mask.size(0) > 1, own_h = mask.size(1) > 1, own_q = mask.size(2) > 1, own_k = mask.size(3) > 1;
   const kernels::MaskGradientView view{grad.mutable_data_ptr(), own_b ? grad.stride(0) : 0, own_h ? grad.stride(1) : 0,
                                        own_q ? grad.stride(2) : 0, own_k ? grad.stride(3) : 0};
@@ -90,10 +90,10 @@ at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, const 
 
 // The gradient of a mask in the mask's own shape and dtype; `bound` is the mask as the kernels see it.
 at::Tensor gradient_of(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask,
-                       const at::Tensor& query) {
+                       const AttentionArguments& args) {
   const AttentionParams& p = b.attention;
   const bool empty = bound.numel() == 0 || p.num_queries == 0 || p.num_keys == p.appended_keys;
-  const at::Tensor grad = empty ? at::zeros(bound.sizes(), bound.options()) : mask_gradient(b, bound, query);
+  const at::Tensor grad = empty ? at::zeros(bound.sizes(), bound.options()) : mask_gradient(b, bound, args);
   return grad.to(mask.scalar_type()).view(mask.sizes());
 }
 
@@ -110,11 +110,11 @@ AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& arg
   if (b.attention.num_keys == 0) {
     if (wanted[0]) grad_query.zero_();
   } else if (wanted[0] || wanted[1] || wanted[2]) {
-    input_gradients(b, grad_query, args.query);
+    input_gradients(b, grad_query, args);
   }
   at::Tensor grad_mask, grad_padding;
-  if (wanted[3]) grad_mask = gradient_of(b, bound.attn_mask, args.attn_mask, args.query);
-  if (wanted[4]) grad_padding = gradient_of(b, bound.key_padding_mask, args.key_padding_mask, args.query);
+  if (wanted[3]) grad_mask = gradient_of(b, bound.attn_mask, args.attn_mask, args);
+  if (wanted[4]) grad_padding = gradient_of(b, bound.key_padding_mask, args.key_padding_mask, args);
   return {grad_query, grad_key, grad_value, grad_mask, grad_padding};
 }
 

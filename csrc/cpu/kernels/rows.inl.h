@@ -147,12 +147,23 @@ MHA_EXT_INLINE void write_rows(const MutableTensorView& t, const QueryBlock& blo
   write_rows_of<double>(t, block, cols, src, ld);
 }
 
-// dst += rows of a bfloat16 tensor.
-inline void add_rows(const TensorView& t, const QueryBlock& block, int64_t cols, float* dst, int64_t ld) {
+MHA_EXT_INLINE float largest_of(ElementType half_type) {
+  return half_type == ElementType::BFloat16 ? 0x1.fep127f : 65504.0f;
+}
+
+// What is finite in a half type is itself, and infinity its largest number: what lost_in is measured against.
+MHA_EXT_INLINE float limited(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
+
+// dst, rows of a tensor of a half type, with what rounding took from them.
+inline void add_rounding(const TensorView& t, ElementType type, const QueryBlock& block, int64_t cols, float* dst,
+                         int64_t ld) {
+  const float largest = largest_of(type);
   const auto* src = static_cast<const BFloat16*>(t.data) + block.batch * t.stride_b + block.head * t.stride_h +
                     block.begin * t.stride_t;
   for (int64_t r = 0; r < block.count; ++r) {
-    for (int64_t c = 0; c < cols; ++c) dst[r * ld + c] += widen(src[r * t.stride_t + c * t.stride_d]);
+    for (int64_t c = 0; c < cols; ++c) {
+      dst[r * ld + c] = limited(dst[r * ld + c], largest) + widen(src[r * t.stride_t + c * t.stride_d]);
+    }
   }
 }
 
@@ -162,21 +173,22 @@ void read_output(const BackwardParams& b, const QueryBlock& block, int64_t rows_
                  int64_t ld) {
   read_rows<V>(b.out, block, rows_padded, b.attention.value_dim, typename V::Scalar(1), dst, ld);
   if constexpr (sizeof(typename V::Scalar) == sizeof(float)) {
-    if (b.rounding.data != nullptr) add_rows(b.rounding, block, b.attention.value_dim, dst, ld);
+    if (b.rounding.data != nullptr) {
+      add_rounding(b.rounding, b.out.type, block, b.attention.value_dim, dst, ld);
+    }
   }
 }
 
 template <typename Element>
-MHA_EXT_INLINE BFloat16 lost_in(float x) {
+MHA_EXT_INLINE BFloat16 lost_in(float x, float largest) {
   Element rounded;
   narrow(x, rounded);
-  const float lost = x - widen(rounded);
   BFloat16 result;
-  narrow(__builtin_isfinite(lost) ? lost : 0.0f, result);
+  narrow(x - limited(widen(rounded), largest), result);
   return result;
 }
 
-// What write_rows loses where `type` is a half type; nothing of a number that is not finite, or becomes so.
+// What write_rows loses where `type` is a half type.
 inline void write_rounding(const MutableTensorView& t, ElementType type, const QueryBlock& block, int64_t cols,
                            const float* src, int64_t ld) {
   auto* dst =
@@ -185,9 +197,9 @@ inline void write_rounding(const MutableTensorView& t, ElementType type, const Q
     BFloat16* row = dst + r * t.stride_t;
     const float* x = src + r * ld;
     if (type == ElementType::BFloat16) {
-      for (int64_t c = 0; c < cols; ++c) row[c * t.stride_d] = lost_in<BFloat16>(x[c]);
+      for (int64_t c = 0; c < cols; ++c) row[c * t.stride_d] = lost_in<BFloat16>(x[c], largest_of(type));
     } else {
-      for (int64_t c = 0; c < cols; ++c) row[c * t.stride_d] = lost_in<Float16>(x[c]);
+      for (int64_t c = 0; c < cols; ++c) row[c * t.stride_d] = lost_in<Float16>(x[c], largest_of(type));
     }
   }
 }
