@@ -43,7 +43,15 @@ ISA_FLAGS = {
     f"{KERNELS}/avx512.cpp": AVX512_FLAGS,
     f"{KERNELS}/avx512_bf16.cpp": [*AVX512_FLAGS, "-mavx512bf16"],
 }
-KERNEL_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
+KERNEL_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fPIC",
+    "-fvisibility=hidden",
+]
 # Without -fopenmp at::parallel_for silently runs on one thread.
 CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fopenmp", "-fvisibility=hidden"] + (["-DMHA_EXT_X86"] if IS_X86 else [])
 WARNINGS = ["-Wall", "-Wextra"]

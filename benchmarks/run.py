@@ -62,7 +62,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="preset", action="store_const", const="quick", help="few small cases, seconds")
     size.add_argument(
-        "--goals", dest="preset", action="store_const", const="goals", help="all that the goals need, 20 minutes"
+        "--goals", dest="preset", action="store_const", const="goals", help="all that the goals need, 25 minutes"
     )
     size.add_argument("--full", dest="preset", action="store_const", const="full", help="every case and peer, long")
     parser.set_defaults(preset="default")
