@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "checks.h"
 #include "layout.h"
 #include "problem.h"
@@ -39,7 +41,8 @@ at::Tensor finish_weights(const at::Tensor& weights, const at::Tensor& query, bo
 
 at::Tensor rounding_of(const at::Tensor& out, const at::Tensor& query) {
   if (!is_half(query)) return at::empty({0}, query.options().dtype(at::kBFloat16));
-  const double largest = query.scalar_type() == at::kHalf ? 65504.0 : 0x1.fep127;
+  const double largest = query.scalar_type() == at::kHalf ? std::numeric_limits<at::Half>::max()
+                                                          : std::numeric_limits<at::BFloat16>::max();
   const at::Tensor lost = out - out.to(query.scalar_type()).to(out.scalar_type()).clamp(-largest, largest);
   return lay_out_like_query(lost.to(at::kBFloat16), query);
 }

@@ -11,6 +11,9 @@ inline c10::SymInt head_dim(const LayerArguments& a) {
   return a.in_proj_weight.sym_size(0) / (a.num_heads + 2 * a.num_kv_heads);
 }
 
+// Whether what rounding takes from the heads' outputs is there to be kept.
+inline bool keeps_rounding(const LayerArguments& a) { return a.keep_rounding && is_half(a.query); }
+
 // Rows [first, first + count) of the packed projection, counted in heads.
 struct HeadRows {
   int64_t first;

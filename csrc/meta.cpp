@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "layer.h"
 #include "layout.h"
 #include "signatures.h"
 
@@ -81,7 +82,7 @@ LayerResult multi_head_attention_meta(const LayerArguments& a) {
   const c10::SymInt batch = a.query.sym_size(a.batch_first ? 0 : 1);
   const c10::SymInt length = a.query.sym_size(a.batch_first ? 1 : 0);
   const at::Tensor lse = at::empty_symint({batch, a.num_heads, length}, lse_options(a.query));
-  const bool keeps = a.keep_rounding && is_half(a.query);
+  const bool keeps = layer::keeps_rounding(a);
   const at::TensorOptions bfloat16 = a.query.options().dtype(at::kBFloat16);
   const at::Tensor rounding = keeps ? at::empty_symint(context.sym_sizes(), bfloat16) : at::empty({0}, bfloat16);
   switch (a.shared_inputs) {

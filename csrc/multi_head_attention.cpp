@@ -86,7 +86,7 @@ LayerState projected(const LayerArguments& a) {
 LayerState attend(const LayerArguments& a) {
   LayerState s = projected(a);
   at::Tensor heads;
-  if (a.keep_rounding && is_half(a.query)) {
+  if (layer::keeps_rounding(a)) {
     at::Tensor weights, rounding;
     std::tie(heads, s.lse, weights, rounding) = call_attention_for_backward(attention_arguments(a, s), kNoWeights);
     s.rounding = combine_heads(a, rounding).contiguous();

@@ -95,7 +95,7 @@ LayerResult multi_head_attention(const LayerArguments& a) {
   s.context = empty_context(a);
   const layer::HeadRows heads{0, a.num_heads};
   const at::TensorOptions bfloat16 = a.query.options().dtype(at::kBFloat16);
-  const bool keeps = a.keep_rounding && is_half(a.query);
+  const bool keeps = layer::keeps_rounding(a);
   s.rounding = keeps ? at::empty(s.context.sizes(), bfloat16) : at::empty({0}, bfloat16);
   s.lse = attention_into(attention_arguments(a, s),
                          {heads_of(a, s.context, heads), keeps ? heads_of(a, s.rounding, heads) : at::Tensor()});
