@@ -25,6 +25,20 @@ enum Causal : int64_t {
   kNotCausal = 0,
   kUpperLeft = 1,   // key j is visible to query i iff j <= i
   kLowerRight = 2,  // key j is visible to query i iff j <= i + T_kv - num_appended_keys - T_q
+  kLowerRightPositions =
+      3,  // every key is visible; a window counts from i + T_kv - num_appended_keys - T_q, not from i
+};
+
+constexpr int64_t kNoLimit = -1;
+
+// What today's models add to scaled dot-product attention. Keys and lengths are those without appended keys.
+struct Variants {
+  at::Tensor key_range;      // int32 (2, B or 1, T_q): query i sees only keys [range[0], range[1])
+  at::Tensor relative_bias;  // (B or 1, H or 1, T_q + T_kv - 1): entry T_q - 1 + j - i is added to the score of (i, j)
+  at::Tensor sink;           // (H): one more logit in every row's softmax, which has no value
+  int64_t window_left = kNoLimit;   // query i sees no key before its own position less so many,
+  int64_t window_right = kNoLimit;  // and none behind it plus so many
+  double softcap = 0.0;  // when positive, scores become softcap tanh(score / softcap) before anything is added
 };
 
 // A tensor that is absent is an undefined tensor.
@@ -39,12 +53,18 @@ struct AttentionArguments {
   int64_t causal = kNotCausal;
   std::optional<double> scale = std::nullopt;  // 1 / sqrt(D) when absent
   int64_t num_appended_keys = 0;               // the last keys, which every query sees: no mask applies to them
+  Variants variants = {};
 };
 
-using AttentionResult = std::tuple<at::Tensor, at::Tensor>;                                         // out, lse
-using WeightsResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;                               // out, lse, weights
-using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // q, k, v, masks
-using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;                // q, k, masks
+using AttentionResult = std::tuple<at::Tensor, at::Tensor>;            // out, lse
+using WeightsResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, lse, weights
+// Of query, key, value, attn_mask, key_padding_mask, relative_bias, sink.
+constexpr size_t kNumGradients = 7;
+using AttentionGradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+// Of query, key, attn_mask, key_padding_mask, relative_bias.
+constexpr size_t kNumWeightsGradients = 5;
+using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // out (B, H, T_q, D_v), its axes lying in the order of query's (layout.h); lse (B, H, T_q), -inf for a query that sees
 // no key.
@@ -56,8 +76,8 @@ struct AttentionCotangents {
   at::Tensor grad_lse;
   at::Tensor out;
   at::Tensor lse;
-  std::array<bool, 5> output_mask;  // query, key, value, attn_mask, key_padding_mask
-  at::Tensor rounding = {};         // as ForBackwardResult has it; absent or empty: out is taken as it is
+  std::array<bool, kNumGradients> output_mask;
+  at::Tensor rounding = {};  // as ForBackwardResult has it; absent or empty: out is taken as it is
 };
 AttentionGradients call_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
@@ -81,7 +101,7 @@ struct WeightsCotangents {
   at::Tensor grad_weights;
   at::Tensor lse;
   bool average;
-  std::array<bool, 4> output_mask;  // query, key, attn_mask, key_padding_mask
+  std::array<bool, kNumWeightsGradients> output_mask;
 };
 WeightsGradients call_attention_weights_backward(const AttentionArguments& arguments,
                                                  const WeightsCotangents& cotangents);

@@ -24,24 +24,41 @@ void save_numbers(AutogradContext* context, const AttentionArguments& a) {
   context->saved_data["causal"] = a.causal;
   context->saved_data["scale"] = a.scale;
   context->saved_data["num_appended_keys"] = a.num_appended_keys;
+  context->saved_data["window_left"] = a.variants.window_left;
+  context->saved_data["window_right"] = a.variants.window_right;
+  context->saved_data["softcap"] = a.variants.softcap;
 }
 
-void load_numbers(AutogradContext* context, AttentionArguments& a) {
+// The arguments of the forward, from what was saved.
+AttentionArguments load_arguments(AutogradContext* context, const variable_list& saved) {
+  AttentionArguments a{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
   a.dropout_p = context->saved_data["dropout_p"].toDouble();
   a.causal = context->saved_data["causal"].toInt();
   a.scale = context->saved_data["scale"].toOptional<double>();
   a.num_appended_keys = context->saved_data["num_appended_keys"].toInt();
+  a.variants = {saved[6],
+                saved[7],
+                saved[8],
+                context->saved_data["window_left"].toInt(),
+                context->saved_data["window_right"].toInt(),
+                context->saved_data["softcap"].toDouble()};
+  return a;
 }
 
 void save_tensors(AutogradContext* context, const AttentionArguments& a, const at::Tensor& out, const at::Tensor& lse,
                   const at::Tensor& rounding) {
-  context->save_for_backward(
-      {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, out, lse, rounding});
+  const Variants& v = a.variants;
+  context->save_for_backward({a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, v.key_range,
+                              v.relative_bias, v.sink, out, lse, rounding});
 }
 
 AttentionGradients output_gradients(const AttentionArguments& a, const variable_list& saved, const variable_list& grads,
-                                    const std::array<bool, 5>& wanted) {
-  return call_attention_backward(a, {grads[0], grads[1], saved[6], saved[7], wanted, saved[8]});
+                                    const std::array<bool, kNumGradients>& wanted) {
+  return call_attention_backward(a, {grads[0], grads[1], saved[9], saved[10], wanted, saved[11]});
+}
+
+std::array<at::Tensor, kNumGradients> differentiable(const AttentionArguments& a) {
+  return {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.variants.relative_bias, a.variants.sink};
 }
 
 // Only differentiable tensors are parameters of `apply`; masks and the seed come along in the arguments.
@@ -50,7 +67,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, const AttentionArguments& a) {
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               const OptionalTensor&, const AttentionArguments& a) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->set_materialize_grads(false);
     at::Tensor out, lse, rounding;
@@ -66,13 +84,11 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
-    AttentionArguments a{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
-    load_numbers(context, a);
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
-    const std::array<bool, 5> wanted =
-        wanted_gradients<5>(context, {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask});
-    const auto [query, key, value, attn_mask, key_padding_mask] = output_gradients(a, saved, grads, wanted);
-    return {query, key, value, attn_mask, key_padding_mask, at::Tensor()};
+    const AttentionArguments a = load_arguments(context, saved);
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(kNumGradients + 1);
+    const auto wanted = wanted_gradients(context, differentiable(a));
+    const auto [query, key, value, attn_mask, key_padding_mask, bias, sink] = output_gradients(a, saved, grads, wanted);
+    return {query, key, value, attn_mask, key_padding_mask, bias, sink, at::Tensor()};
   }
 };
 
@@ -90,7 +106,8 @@ class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, const WeightsCall& call) {
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               const WeightsCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const AttentionArguments& a = call.arguments;
     context->set_materialize_grads(false);
@@ -110,36 +127,33 @@ class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
   // Few losses look at the weights: what they do not ask for is not computed.
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
-    AttentionArguments a{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
-    load_numbers(context, a);
-    const std::array<bool, 5> wanted =
-        wanted_gradients<5>(context, {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask});
-    variable_list result(6);
+    AttentionArguments a = load_arguments(context, saved);
+    const auto wanted = wanted_gradients(context, differentiable(a));
+    variable_list result(kNumGradients);  // of what was given to apply: all but the sink, which these calls never have
     if (grads[0].defined() || grads[1].defined()) {
-      std::tie(result[0], result[1], result[2], result[3], result[4]) = output_gradients(a, saved, grads, wanted);
+      std::tie(result[0], result[1], result[2], result[3], result[4], result[5], std::ignore) =
+          output_gradients(a, saved, grads, wanted);
     }
     if (grads[2].defined()) {
       a.value = at::Tensor();
       const bool average = context->saved_data["average"].toBool();
-      const auto [query, key, attn_mask, key_padding_mask] = call_attention_weights_backward(
-          a, {grads[2], saved[7], average, {wanted[0], wanted[1], wanted[3], wanted[4]}});
+      const auto [query, key, attn_mask, key_padding_mask, bias] = call_attention_weights_backward(
+          a, {grads[2], saved[10], average, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5]}});
       result[0] = sum_of(result[0], query), result[1] = sum_of(result[1], key);
       result[3] = sum_of(result[3], attn_mask), result[4] = sum_of(result[4], key_padding_mask);
+      result[5] = sum_of(result[5], bias);
     }
     return result;
   }
 };
-
-std::array<at::Tensor, 5> differentiable(const AttentionArguments& a) {
-  return {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask};
-}
 
 AttentionResult attention_autograd(const AttentionArguments& a) {
   const auto inputs = differentiable(a);
   if (must_decompose(inputs)) return attention_math(a);
   if (needs_gradient(inputs)) {
     const variable_list results =
-        AttentionFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask), a);
+        AttentionFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                                 to_optional(a.variants.relative_bias), to_optional(a.variants.sink), a);
     return {results[0], results[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -160,8 +174,9 @@ WeightsResult attention_with_weights_autograd(const AttentionArguments& a, bool 
   const auto inputs = differentiable(a);
   if (must_decompose(inputs)) return attention_with_weights_math(a, average);
   if (needs_gradient(inputs)) {
-    const variable_list results = WeightsFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask),
-                                                         to_optional(a.key_padding_mask), WeightsCall{a, average});
+    const variable_list results =
+        WeightsFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                               to_optional(a.variants.relative_bias), WeightsCall{a, average});
     return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

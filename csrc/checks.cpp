@@ -86,10 +86,47 @@ void check_masks(const char* function, const at::Tensor& attn_mask, const at::Te
   }
 }
 
+void check_variants(const char* function, const Variants& v, const PairSizes& sizes, const at::Tensor& query) {
+  if (v.key_range.defined()) {
+    const Argument argument{function, "key_range"};
+    TORCH_CHECK_TYPE(v.key_range.scalar_type() == at::kInt, argument, " be int32, got ", v.key_range.scalar_type());
+    check_device(argument, v.key_range, query);
+    check_rank(argument, v.key_range, 3, "(2, batch, query length)");
+    check_size(argument, v.key_range, 0, 2, "a first and a last bound:");
+    TORCH_CHECK_VALUE(v.key_range.sym_size(1) == 1 || v.key_range.sym_size(1) == sizes.batch, argument,
+                      " have batch size 1 or ", sizes.batch, " (size 1), got ", v.key_range.sym_size(1));
+    check_size(argument, v.key_range, 2, sizes.queries, "query's length");
+  }
+  if (v.relative_bias.defined()) {
+    const Argument argument{function, "relative_bias"};
+    check_float(argument, v.relative_bias);
+    check_device(argument, v.relative_bias, query);
+    const c10::SymInt distances = (sizes.queries + sizes.keys - 1).max(0);
+    const std::array<c10::SymInt, 3> shape{sizes.batch, sizes.heads, distances};
+    const bool fits = broadcasts(v.relative_bias, shape) && v.relative_bias.sym_size(2) == distances;
+    TORCH_CHECK_VALUE(fits, argument, " have 3 dimensions, (batch or 1, heads or 1, query length + key length - 1) = ",
+                      c10::SymIntArrayRef(shape), ", got ", v.relative_bias.sym_sizes());
+  }
+  if (v.sink.defined()) {
+    const Argument argument{function, "sink"};
+    check_float(argument, v.sink);
+    check_device(argument, v.sink, query);
+    check_rank(argument, v.sink, 1, "(heads)");
+    check_size(argument, v.sink, 0, sizes.heads, "query's number of heads");
+  }
+  for (const auto& [name, limit] : {std::pair{"window_left", v.window_left}, {"window_right", v.window_right}}) {
+    TORCH_CHECK_VALUE(limit >= kNoLimit, function, ": ", name, " must be at least 0, or -1 for no limit, got ", limit);
+  }
+  TORCH_CHECK_VALUE(v.softcap >= 0.0 && std::isfinite(v.softcap), function,
+                    ": softcap must be positive and finite, or 0 for none, got ", v.softcap);
+}
+
 void check_numbers(const char* function, double dropout_p, int64_t causal, std::optional<double> scale) {
   TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0, function, ": dropout_p must be in [0, 1), got ", dropout_p);
-  TORCH_CHECK_VALUE(causal >= kNotCausal && causal <= kLowerRight, function,
-                    ": causal must be 0 (no), 1 (upper left) or 2 (lower right), got ", causal);
+  TORCH_CHECK_VALUE(causal >= kNotCausal && causal <= kLowerRightPositions, function,
+                    ": causal must be 0 (no), 1 (upper left), 2 (lower right) or 3 (no, but positions count from the "
+                    "lower right), got ",
+                    causal);
   TORCH_CHECK_VALUE(!scale.has_value() || std::isfinite(*scale), function, ": scale must be finite, got ", *scale);
 }
 
@@ -160,6 +197,10 @@ void check_lse(const char* function, const AttentionArguments& a, const at::Tens
 void check_mask_gradient(const Argument& argument, const at::Tensor& mask, bool wanted) {
   TORCH_CHECK_VALUE(!wanted || (mask.defined() && mask.scalar_type() != at::kBool), argument,
                     " be floating point for its gradient to be asked for, got ", mask.defined() ? "bool" : "none");
+}
+
+void check_is_given(const Argument& argument, const at::Tensor& tensor, bool wanted) {
+  TORCH_CHECK_VALUE(!wanted || tensor.defined(), argument, " be given for its gradient to be asked for, got none");
 }
 
 void check_layer_inputs(const char* function, const LayerArguments& a) {
@@ -239,11 +280,17 @@ void check_attention(const char* function, const AttentionArguments& a) {
   const PairSizes sizes{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2),
                         a.key.sym_size(2) - a.num_appended_keys};
   check_masks(function, a.attn_mask, a.key_padding_mask, sizes, a.query);
+  check_variants(function, a.variants, sizes, a.query);
+}
+
+void check_attention_with_weights(const char* function, const AttentionArguments& a) {
+  check_attention(function, a);
+  TORCH_CHECK_VALUE(!a.variants.sink.defined(), function, ": sink must be None where weights are wanted, got a tensor");
 }
 
 void check_attention_for_backward(const AttentionArguments& a, int64_t weights) {
   const char* function = "attention_for_backward";
-  check_attention(function, a);
+  weights == kNoWeights ? check_attention(function, a) : check_attention_with_weights(function, a);
   TORCH_CHECK_VALUE(weights >= kNoWeights && weights <= kWeightsPerHead, function,
                     ": weights must be 0 (none), 1 (mean over heads) or 2 (per head), got ", weights);
 }
@@ -267,11 +314,13 @@ void check_attention_backward(const AttentionArguments& a, const AttentionCotang
   }
   check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[3]);
   check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[4]);
+  check_is_given({function, "relative_bias"}, a.variants.relative_bias, c.output_mask[5]);
+  check_is_given({function, "sink"}, a.variants.sink, c.output_mask[6]);
 }
 
 void check_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
   const char* function = "attention_weights_backward";
-  check_attention(function, a);
+  check_attention_with_weights(function, a);
   check_lse(function, a, c.lse);
   std::vector<c10::SymInt> shape{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2), a.key.sym_size(2)};
   if (c.average) shape.erase(shape.begin() + 1);
@@ -279,6 +328,7 @@ void check_attention_weights_backward(const AttentionArguments& a, const Weights
   check_same_kind({function, "grad_weights"}, c.grad_weights, a.query);
   check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[2]);
   check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[3]);
+  check_is_given({function, "relative_bias"}, a.variants.relative_bias, c.output_mask[4]);
 }
 
 void check_layer(const LayerArguments& a) {
@@ -311,10 +361,8 @@ void check_layer_backward(const LayerArguments& a, const LayerCotangents& c) {
   check_shape({function, "lse"}, c.state.lse, lse);
   check_lse_kind({function, "lse"}, c.state.lse, a.query);
   check_projections(function, a, c.state);
-  TORCH_CHECK_VALUE(!c.output_mask[4] || a.in_proj_bias.defined(), function,
-                    ": in_proj_bias must be given for its gradient to be asked for, got none");
-  TORCH_CHECK_VALUE(!c.output_mask[6] || a.out_proj_bias.defined(), function,
-                    ": out_proj_bias must be given for its gradient to be asked for, got none");
+  check_is_given({function, "in_proj_bias"}, a.in_proj_bias, c.output_mask[4]);
+  check_is_given({function, "out_proj_bias"}, a.out_proj_bias, c.output_mask[6]);
   check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[7]);
   check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[8]);
 }

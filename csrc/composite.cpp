@@ -71,7 +71,7 @@ AttentionResult attention_math(const AttentionArguments& a) {
 }
 
 WeightsResult attention_with_weights_math(const AttentionArguments& a, bool average) {
-  check_attention("attention_with_weights", a);
+  check_attention_with_weights("attention_with_weights", a);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
   const at::Tensor used = pairs::dropped(p.softmax.probabilities, p);
@@ -102,11 +102,19 @@ AttentionGradients attention_backward_math(const AttentionArguments& a, const At
   } else if (c.output_mask[2]) {
     grad_value = p.value.values * 0;
   }
+  const auto& wanted = c.output_mask;
+  const Variants& v = a.variants;
+  const pairs::ScoreGradient grad = pairs::score_gradient(p, grad_weights, c.grad_lse);
   const pairs::InputGradients g =
-      pairs::input_gradients(a, p, pairs::score_gradient(p, grad_weights, c.grad_lse),
-                             {c.output_mask[0], c.output_mask[1], c.output_mask[3], c.output_mask[4]});
-  return {pairs::finish(g.query, a.query), pairs::finish(g.key, a.key), pairs::finish(grad_value, a.value),
-          pairs::finish_mask(g.attn_mask, a.attn_mask), pairs::finish_mask(g.key_padding_mask, a.key_padding_mask)};
+      pairs::input_gradients(a, p, grad.scores, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5]});
+  const at::Tensor grad_sink = wanted[6] ? pairs::sink_gradient(p, grad.delta) : at::Tensor();
+  return {pairs::finish(g.query, a.query),
+          pairs::finish(g.key, a.key),
+          pairs::finish(grad_value, a.value),
+          pairs::finish_mask(g.attn_mask, a.attn_mask),
+          pairs::finish_mask(g.key_padding_mask, a.key_padding_mask),
+          pairs::finish_mask(g.relative_bias, v.relative_bias),
+          pairs::finish_mask(grad_sink, v.sink)};
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

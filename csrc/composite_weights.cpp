@@ -21,7 +21,9 @@ AttentionArguments select_head(const AttentionArguments& a, int64_t h) {
   const c10::SymInt group = a.query.sym_size(1) / a.key.sym_size(1);
   one.query = a.query.narrow(1, h, 1);
   one.key = a.key.narrow_symint(1, c10::SymInt(h) / group, 1);
-  if (a.attn_mask.defined() && a.attn_mask.sym_size(1) != 1) one.attn_mask = a.attn_mask.narrow(1, h, 1);
+  for (at::Tensor* mask : {&one.attn_mask, &one.variants.relative_bias}) {
+    if (mask->defined() && mask->sym_size(1) != 1) *mask = mask->narrow(1, h, 1);
+  }
   return one;
 }
 
@@ -60,16 +62,19 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
   const int64_t group = heads / a.key.sym_size(1).guard_int(__FILE__, __LINE__);
   at::Tensor grad = c.grad_weights.to(pairs::compute_dtype(a.query));
   if (c.average) grad = grad.unsqueeze(1) / heads;
-  const bool mask_shared = a.attn_mask.defined() && a.attn_mask.sym_size(1) == 1;
-  PerHead grad_query(false), grad_key(false), grad_mask(mask_shared), grad_padding(true), grad_group(true);
+  const at::Tensor& bias = a.variants.relative_bias;
+  const auto is_shared = [](const at::Tensor& mask) { return mask.defined() && mask.sym_size(1) == 1; };
+  PerHead grad_query(false), grad_key(false), grad_mask(is_shared(a.attn_mask)), grad_padding(true), grad_group(true);
+  PerHead grad_bias(is_shared(bias));
   for (int64_t h = 0; h < heads; ++h) {
     const AttentionArguments one = select_head(a, h);
     const Problem p = pairs::make_problem(one, {h, heads});
-    const at::Tensor grad_scores = pairs::score_gradient(p, c.average ? grad : grad.narrow(1, h, 1), {});
+    const at::Tensor grad_scores = pairs::score_gradient(p, c.average ? grad : grad.narrow(1, h, 1), {}).scores;
     const pairs::InputGradients g = pairs::input_gradients(one, p, grad_scores, c.output_mask);
     grad_query.push(g.query);
     grad_mask.push(g.attn_mask);
     grad_padding.push(g.key_padding_mask);
+    grad_bias.push(g.relative_bias);
     grad_group.push(g.key);
     if ((h + 1) % group == 0) {
       grad_key.push(grad_group.result());
@@ -78,7 +83,7 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
   }
   return {pairs::finish(grad_query.result(), a.query), pairs::finish(grad_key.result(), a.key),
           pairs::finish_mask(grad_mask.result(), a.attn_mask),
-          pairs::finish_mask(grad_padding.result(), a.key_padding_mask)};
+          pairs::finish_mask(grad_padding.result(), a.key_padding_mask), pairs::finish_mask(grad_bias.result(), bias)};
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

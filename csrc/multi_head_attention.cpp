@@ -156,7 +156,7 @@ struct JoinedGradients {
 // The backward operator's gradients, put side by side as the projections are.
 JoinedGradients joined_copies(const LayerArguments& a, const AttentionArguments& arguments,
                               const AttentionCotangents& cotangents) {
-  const auto [query, key, value, attn_mask, padding] = call_attention_backward(arguments, cotangents);
+  const auto [query, key, value, attn_mask, padding, bias, sink] = call_attention_backward(arguments, cotangents);
   std::vector<at::Tensor> parts;
   for (const at::Tensor& grad : {query, key, value}) {
     parts.push_back(grad.defined() ? flat_rows(combine_heads(a, grad)) : grad);
@@ -227,7 +227,8 @@ void projection_gradients(const LayerArguments& a, const std::vector<at::Tensor>
 }
 
 // Which of the attention's five gradients the layer's wanted ones need.
-std::array<bool, 5> attention_mask(const LayerArguments& a, const std::array<bool, kNumLayerGradients>& wanted) {
+std::array<bool, kNumGradients> attention_mask(const LayerArguments& a,
+                                               const std::array<bool, kNumLayerGradients>& wanted) {
   const bool parameters = wanted[3] || wanted[4];
   const bool query = wanted[0] || parameters;
   const bool key = (a.shared_inputs == kSharedAll ? wanted[0] : wanted[1]) || parameters;
@@ -251,7 +252,7 @@ LayerGradients layer_backward(const LayerArguments& a, const LayerCotangents& c)
   const at::Tensor grad_out = flat_rows(c.grad_out);
   if (wanted[5]) result[5] = Way::transposed_product(grad_out, flat_rows(c.state.context));
   if (wanted[6]) result[6] = grad_out.sum(0);
-  const std::array<bool, 5> needed = attention_mask(a, wanted);
+  const std::array<bool, kNumGradients> needed = attention_mask(a, wanted);
   if (std::find(needed.begin(), needed.end(), true) != needed.end()) {
     const at::Tensor grad_context =
         Way::product(grad_out, a.out_proj_weight).unflatten_symint(0, {c.grad_out.sym_size(0), c.grad_out.sym_size(1)});

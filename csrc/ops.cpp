@@ -1,6 +1,9 @@
 // Every operator's schema, and the typed callers that attention.h declares.
 #include <torch/library.h>
 
+#include <string>
+#include <vector>
+
 #include "attention.h"
 #include "signatures.h"
 
@@ -15,36 +18,49 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 }  // namespace
 
 AttentionResult call_attention(const AttentionArguments& a) {
+  const Variants& v = a.variants;
   static const auto op = find<decltype(attention_kernel<nullptr>)>("mha_ext::attention");
   return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys);
+                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys,
+                 to_optional(v.key_range), to_optional(v.relative_bias), to_optional(v.sink), v.window_left,
+                 v.window_right, v.softcap);
 }
 
 AttentionGradients call_attention_backward(const AttentionArguments& a, const AttentionCotangents& c) {
+  const Variants& v = a.variants;
   static const auto op = find<decltype(attention_backward_kernel<nullptr>)>("mha_ext::attention_backward");
   return op.call(to_optional(c.grad_out), to_optional(c.grad_lse), a.query, a.key, a.value, to_optional(a.attn_mask),
                  to_optional(a.key_padding_mask), to_optional(a.dropout_seed), c.out, c.lse, a.dropout_p, a.causal,
-                 a.scale, a.num_appended_keys, c.output_mask, to_optional(c.rounding));
+                 a.scale, a.num_appended_keys, c.output_mask, to_optional(c.rounding), to_optional(v.key_range),
+                 to_optional(v.relative_bias), to_optional(v.sink), v.window_left, v.window_right, v.softcap);
 }
 
 WeightsResult call_attention_with_weights(const AttentionArguments& a, bool average) {
+  const Variants& v = a.variants;
   static const auto op = find<decltype(attention_with_weights_kernel<nullptr>)>("mha_ext::attention_with_weights");
   return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, average);
+                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, average,
+                 to_optional(v.key_range), to_optional(v.relative_bias), to_optional(v.sink), v.window_left,
+                 v.window_right, v.softcap);
 }
 
 ForBackwardResult call_attention_for_backward(const AttentionArguments& a, int64_t weights) {
+  const Variants& v = a.variants;
   static const auto op = find<decltype(attention_for_backward_kernel<nullptr>)>("mha_ext::attention_for_backward");
   return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, weights);
+                 to_optional(a.dropout_seed), a.dropout_p, a.causal, a.scale, a.num_appended_keys, weights,
+                 to_optional(v.key_range), to_optional(v.relative_bias), to_optional(v.sink), v.window_left,
+                 v.window_right, v.softcap);
 }
 
 WeightsGradients call_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
+  const Variants& v = a.variants;
   static const auto op =
       find<decltype(attention_weights_backward_kernel<nullptr>)>("mha_ext::attention_weights_backward");
   return op.call(c.grad_weights, a.query, a.key, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
                  to_optional(a.dropout_seed), c.lse, a.dropout_p, a.causal, a.scale, a.num_appended_keys, c.average,
-                 c.output_mask);
+                 c.output_mask, to_optional(v.key_range), to_optional(v.relative_bias), to_optional(v.sink),
+                 v.window_left, v.window_right, v.softcap);
 }
 
 LayerResult call_multi_head_attention(const LayerArguments& a) {
@@ -65,35 +81,40 @@ LayerGradients call_multi_head_attention_backward(const LayerArguments& a, const
                  a.shared_inputs, a.batch_first, a.dropout_p, a.causal, a.scale, c.output_mask);
 }
 
+// The last arguments of every attention operator (Variants in attention.h).
+const std::string kVariants =
+    "Tensor? key_range=None, Tensor? relative_bias=None, Tensor? sink=None, int window_left=-1, int window_right=-1, "
+    "float softcap=0.0";
+
 TORCH_LIBRARY(mha_ext, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def(
+  const auto define_attention = [&](const std::string& signature, const std::string& results) {
+    m.def((signature + ", " + kVariants + ") -> " + results).c_str(), tags);
+  };
+  define_attention(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "
-      "Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, float? scale=None, int num_appended_keys=0) "
-      "-> (Tensor out, Tensor lse)",
-      tags);
-  m.def(
+      "Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, float? scale=None, int num_appended_keys=0",
+      "(Tensor out, Tensor lse)");
+  define_attention(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, Tensor out, Tensor lse, *, float dropout_p, "
-      "int causal, float? scale, int num_appended_keys, bool[5] output_mask, Tensor? rounding=None) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
+      "int causal, float? scale, int num_appended_keys, bool[7] output_mask, Tensor? rounding=None",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  define_attention(
       "attention_with_weights(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "Tensor? key_padding_mask=None, Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, "
-      "float? scale=None, int num_appended_keys=0, bool average=True) -> (Tensor out, Tensor lse, Tensor weights)",
-      tags);
-  m.def(
+      "float? scale=None, int num_appended_keys=0, bool average=True",
+      "(Tensor out, Tensor lse, Tensor weights)");
+  define_attention(
       "attention_for_backward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "Tensor? key_padding_mask=None, Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, "
-      "float? scale=None, int num_appended_keys=0, int weights=0) "
-      "-> (Tensor out, Tensor lse, Tensor weights, Tensor rounding)",
-      tags);
-  m.def(
+      "float? scale=None, int num_appended_keys=0, int weights=0",
+      "(Tensor out, Tensor lse, Tensor weights, Tensor rounding)");
+  define_attention(
       "attention_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor? attn_mask, "
       "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor lse, *, float dropout_p, int causal, float? scale, "
-      "int num_appended_keys, bool average, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
-      tags);
+      "int num_appended_keys, bool average, bool[5] output_mask",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "multi_head_attention(Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, Tensor? in_proj_bias, "
       "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "

@@ -31,13 +31,42 @@ at::Tensor over_all_keys(const at::Tensor& mask, const AttentionArguments& a) {
 
 at::Tensor padding_as_pairs(const at::Tensor& key_padding_mask) { return key_padding_mask.unsqueeze(1).unsqueeze(1); }
 
-at::Tensor beyond_diagonal(const AttentionArguments& a) {
-  const c10::SymInt columns = a.key.sym_size(2) - a.num_appended_keys;
-  const auto options = a.query.options().dtype(at::kLong);
-  const at::Tensor row = at::arange(a.query.sym_size(2), options).unsqueeze(-1);
-  const at::Tensor column = at::arange(columns, options);
-  const c10::SymInt offset = a.causal == kLowerRight ? columns - a.query.sym_size(2) : c10::SymInt(0);
-  return (column - row).gt(offset).unsqueeze(0).unsqueeze(0);
+c10::SymInt num_masked_keys(const AttentionArguments& a) { return a.key.sym_size(2) - a.num_appended_keys; }
+
+at::Tensor columns_of(const AttentionArguments& a) {
+  return at::arange(num_masked_keys(a), a.query.options().dtype(at::kLong));
+}
+
+// j - i of every pair, (T_q, keys).
+at::Tensor distances(const AttentionArguments& a) {
+  const at::Tensor columns = columns_of(a);
+  return columns - at::arange(a.query.sym_size(2), columns.options()).unsqueeze(-1);
+}
+
+// True at pairs that the causal order or a window hides, (1, 1, T_q, keys); undefined when there is neither.
+at::Tensor beyond_window(const AttentionArguments& a) {
+  const int64_t left = a.variants.window_left, right = a.variants.window_right;
+  const bool causal = a.causal == kUpperLeft || a.causal == kLowerRight;
+  if (!causal && left == kNoLimit && right == kNoLimit) return {};
+  const bool lower_right = a.causal == kLowerRight || a.causal == kLowerRightPositions;
+  const c10::SymInt offset = lower_right ? num_masked_keys(a) - a.query.sym_size(2) : c10::SymInt(0);
+  const at::Tensor distance = distances(a) - at::Scalar(offset);
+  at::Tensor hidden;
+  if (causal || right != kNoLimit) hidden = distance.gt(causal ? 0 : right);
+  if (left != kNoLimit) hidden = hidden.defined() ? hidden.logical_or(distance.lt(-left)) : distance.lt(-left);
+  return hidden.unsqueeze(0).unsqueeze(0);
+}
+
+at::Tensor outside_range(const AttentionArguments& a) {
+  const at::Tensor bounds = a.variants.key_range.unsqueeze(2).unsqueeze(-1), columns = columns_of(a);
+  return columns.lt(bounds.select(0, 0)).logical_or(columns.ge(bounds.select(0, 1)));
+}
+
+// The relative bias as a mask over pairs.
+at::Tensor bias_of_pairs(const AttentionArguments& a) {
+  const at::Tensor& bias = a.variants.relative_bias;
+  const at::Tensor entries = distances(a) + at::Scalar(a.query.sym_size(2) - 1);
+  return bias.index_select(-1, entries.flatten()).unflatten_symint(-1, entries.sym_sizes());
 }
 
 // Added to the scores. A float64 mask may hold finite numbers that float32 cannot: they stay finite, and visible.
@@ -94,7 +123,10 @@ at::Tensor hidden_pairs(const AttentionArguments& a) {
     const at::Tensor mask = padding_as_pairs(a.key_padding_mask);
     hide(mask.scalar_type() == at::kBool ? mask : mask.eq(-kInf));
   }
-  if (a.causal != kNotCausal) hide(beyond_diagonal(a));
+  if (a.variants.relative_bias.defined()) hide(bias_of_pairs(a).eq(-kInf));
+  const at::Tensor beyond = beyond_window(a);
+  if (beyond.defined()) hide(beyond);
+  if (a.variants.key_range.defined()) hide(outside_range(a));
   return hidden;
 }
 
@@ -134,21 +166,38 @@ at::Tensor weighted_sum(const at::Tensor& weights, const Operand& x, const at::T
   return sum + weights.sum(-1, /*keepdim=*/true) * nan_where(meets_bad, sum);
 }
 
-at::Tensor masked_scores(const AttentionArguments& a, const Operand& query, const Operand& key,
-                         const at::Tensor& hidden) {
-  at::Tensor scores = pair_product(query, key);
-  scores = add_mask(scores, a.attn_mask, a);
+at::Tensor bias_gradient(const AttentionArguments& a, const at::Tensor& grad_scores) {
+  const at::Tensor& bias = a.variants.relative_bias;
+  const at::Tensor entries = distances(a) + at::Scalar(a.query.sym_size(2) - 1);
+  const std::array<c10::SymInt, 3> shape{grad_scores.sym_size(0), grad_scores.sym_size(1), bias.sym_size(2)};
+  const at::Tensor sums = at::zeros_symint(shape, grad_scores.options());
+  return sums.index_add(-1, entries.flatten(), grad_scores.flatten(2)).sum_to_size_symint(bias.sym_sizes());
+}
+
+at::Tensor capped(const AttentionArguments& a, const at::Tensor& scores) {
+  return a.variants.softcap > 0 ? (scores / a.variants.softcap).tanh() * a.variants.softcap : scores;
+}
+
+at::Tensor masked_scores(const AttentionArguments& a, const at::Tensor& products, const at::Tensor& hidden) {
+  at::Tensor scores = add_mask(products, a.attn_mask, a);
+  if (a.variants.relative_bias.defined()) scores = add_mask(scores, bias_of_pairs(a), a);
   if (a.key_padding_mask.defined()) scores = add_mask(scores, padding_as_pairs(a.key_padding_mask), a);
   return hidden.defined() ? scores.masked_fill(hidden, -kInf) : scores;
 }
 
-Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden) {
-  if (scores.sym_size(-1) == 0) return {scores, scores.sum(-1) - kInf};
+Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden, const at::Tensor& sink) {
+  const at::Tensor logit = sink.defined() ? sink.unsqueeze(-1).unsqueeze(-1) : sink;
+  if (scores.sym_size(-1) == 0) {
+    const at::Tensor zeros = scores.sum(-1);
+    return {scores, sink.defined() ? zeros + sink.unsqueeze(-1) : zeros - kInf};
+  }
   // The maximum only guards against overflow; the result does not depend on it, so neither does the derivative.
-  const at::Tensor row_max = scores.detach().amax(-1, /*keepdim=*/true);
+  at::Tensor row_max = scores.detach().amax(-1, /*keepdim=*/true);
+  if (sink.defined()) row_max = row_max.maximum(logit.detach());
   const at::Tensor shift = row_max.masked_fill(row_max.eq(-kInf), 0);
   const at::Tensor exponentials = (scores - shift).exp();
-  const at::Tensor sum = exponentials.sum(-1, /*keepdim=*/true);
+  at::Tensor sum = exponentials.sum(-1, /*keepdim=*/true);
+  if (sink.defined()) sum = sum + (logit - shift).exp();
   const at::Tensor empty = sum.eq(0);
   const at::Tensor divisor = sum.masked_fill(empty, 1);
   at::Tensor probabilities = exponentials / divisor;

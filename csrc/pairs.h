@@ -45,16 +45,21 @@ at::Tensor pair_product(const Operand& rows, const Operand& columns);
 // weights x for folded weights (B, H_kv, M, N) that are 0 at hidden pairs; folded `visible` like weights, or undefined.
 at::Tensor weighted_sum(const at::Tensor& weights, const Operand& x, const at::Tensor& visible);
 
-// scale Q K^T + float masks, -inf at hidden pairs. `query` is scaled already.
-at::Tensor masked_scores(const AttentionArguments& arguments, const Operand& query, const Operand& key,
-                         const at::Tensor& hidden);
+// softcap tanh(scores / softcap), or the scores themselves.
+at::Tensor capped(const AttentionArguments& arguments, const at::Tensor& scores);
 
-// A query that sees no key has probabilities 0 and lse -inf.
+// Capped scores + float masks and bias, -inf at hidden pairs.
+at::Tensor masked_scores(const AttentionArguments& arguments, const at::Tensor& scores, const at::Tensor& hidden);
+
+// The relative bias' gradient in its own shape from that of the scores over masked keys.
+at::Tensor bias_gradient(const AttentionArguments& arguments, const at::Tensor& grad_scores);
+
+// A query that sees no key has probabilities 0, and lse -inf unless there is a sink.
 struct Softmax {
   at::Tensor probabilities;  // (B, H, T_q, T_kv)
   at::Tensor lse;            // (B, H, T_q)
 };
-Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden);
+Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden, const at::Tensor& sink);
 
 // 1 / (1 - p) at kept pairs, 0 at dropped ones: a hash of (seed, b, h, i, j), the CPU kernels' own (dropout.inl.h).
 at::Tensor dropout_multipliers(const AttentionArguments& arguments, const HeadRange& heads);

@@ -12,7 +12,13 @@ Problem make_problem(const AttentionArguments& a, const HeadRange& heads) {
   p.query = make_operand(a.query.to(dtype) * scale_of(a), p.hidden);
   p.key = make_operand(a.key.to(dtype), p.hidden);
   if (a.value.defined()) p.value = make_operand(a.value.to(dtype), p.hidden);
-  p.softmax = softmax(masked_scores(a, p.query, p.key, p.hidden), p.hidden);
+  const at::Tensor scores = capped(a, pair_product(p.query, p.key));
+  if (a.variants.softcap > 0) {
+    const at::Tensor slope = 1 - (scores / a.variants.softcap).square();
+    p.cap_slope = p.hidden.defined() ? slope.masked_fill(p.hidden, 0) : slope;
+  }
+  if (a.variants.sink.defined()) p.sink = a.variants.sink.to(dtype);
+  p.softmax = softmax(masked_scores(a, scores, p.hidden), p.hidden, p.sink);
   if (a.dropout_seed.defined()) p.multipliers = dropout_multipliers(a, heads);
   return p;
 }
@@ -23,30 +29,38 @@ at::Tensor dropped(const at::Tensor& pairs, const Problem& p) {
   return p.multipliers.defined() ? pairs * p.multipliers : pairs;
 }
 
-at::Tensor score_gradient(const Problem& p, const at::Tensor& grad_weights, const at::Tensor& grad_lse) {
+ScoreGradient score_gradient(const Problem& p, const at::Tensor& grad_weights, const at::Tensor& grad_lse) {
   const at::Tensor& probabilities = p.softmax.probabilities;
-  at::Tensor gradient;
+  ScoreGradient gradient;
   if (grad_weights.defined()) {
     const at::Tensor visible = p.hidden.defined() ? grad_weights.masked_fill(p.hidden, 0) : grad_weights;
     const at::Tensor grad_probabilities = dropped(visible, p);
-    at::Tensor delta = (probabilities * grad_probabilities).sum(-1, /*keepdim=*/true);
-    if (grad_lse.defined()) delta = delta - grad_lse.unsqueeze(-1);
-    gradient = probabilities * (grad_probabilities - delta);
+    gradient.delta = (probabilities * grad_probabilities).sum(-1, /*keepdim=*/true);
+    if (grad_lse.defined()) gradient.delta = gradient.delta - grad_lse.unsqueeze(-1);
+    gradient.scores = probabilities * (grad_probabilities - gradient.delta);
   } else if (grad_lse.defined()) {
-    gradient = probabilities * grad_lse.unsqueeze(-1);
+    gradient.delta = -grad_lse.unsqueeze(-1);
+    gradient.scores = probabilities * grad_lse.unsqueeze(-1);
   } else {
-    gradient = probabilities * 0;
+    gradient.delta = p.softmax.lse.unsqueeze(-1) * 0;
+    gradient.scores = probabilities * 0;
   }
-  return p.hidden.defined() ? gradient.masked_fill(p.hidden, 0) : gradient;
+  if (p.hidden.defined()) gradient.scores = gradient.scores.masked_fill(p.hidden, 0);
+  return gradient;
+}
+
+at::Tensor sink_gradient(const Problem& p, const at::Tensor& delta) {
+  const at::Tensor probability = (p.sink.unsqueeze(-1) - p.softmax.lse).exp();
+  return -(probability.unsqueeze(-1) * delta).sum({0, 2, 3});
 }
 
 // Where a query and a visible key meet a NaN, the row's probabilities and so its gradient are NaN already: plain
 // products with the finite operands suffice.
 InputGradients input_gradients(const AttentionArguments& a, const Problem& p, const at::Tensor& grad_scores,
-                               std::array<bool, 4> wanted) {
+                               const std::array<bool, kNumWeightsGradients>& wanted) {
   InputGradients gradients;
   const c10::SymInt kv_heads = a.key.sym_size(1);
-  const at::Tensor folded = fold(grad_scores, kv_heads);
+  const at::Tensor folded = fold(p.cap_slope.defined() ? grad_scores * p.cap_slope : grad_scores, kv_heads);
   if (wanted[0]) {
     gradients.query = unfold(at::matmul(folded, p.key.values), a.query.sym_size(1)) * scale_of(a);
   }
@@ -56,6 +70,7 @@ InputGradients input_gradients(const AttentionArguments& a, const Problem& p, co
   if (wanted[3]) {
     gradients.key_padding_mask = masked.sum({1, 2}).sum_to_size_symint(a.key_padding_mask.sym_sizes());
   }
+  if (wanted[4]) gradients.relative_bias = bias_gradient(a, masked);
   return gradients;
 }
 

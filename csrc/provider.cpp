@@ -207,8 +207,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& 
     return at::native::_scaled_dot_product_flash_attention_cpu_backward(grad_out, query, key, value, out, lse,
                                                                         dropout_p, is_causal, attn_mask, scale);
   }
-  const auto [grad_query, grad_key, grad_value, mask, padding] =
-      call_attention_backward(*a, {grad_out, at::Tensor(), out, lse, {true, true, true, false, false}});
+  const auto [grad_query, grad_key, grad_value, mask, padding, bias, sink] =
+      call_attention_backward(*a, {grad_out, at::Tensor(), out, lse, {true, true, true}});
   return {grad_query, grad_key, grad_value};
 }
 

@@ -6,61 +6,84 @@
 
 namespace mha_ext {
 
+inline Variants make_variants(const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+                              const OptionalTensor& sink, int64_t window_left, int64_t window_right, double softcap) {
+  return {
+      from_optional(key_range), from_optional(relative_bias), from_optional(sink), window_left, window_right, softcap};
+}
+
 template <auto kFunction>
 AttentionResult attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                  const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
                                  const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
-                                 std::optional<double> scale, int64_t num_appended_keys) {
-  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
-                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys});
+                                 std::optional<double> scale, int64_t num_appended_keys,
+                                 const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+                                 const OptionalTensor& sink, int64_t window_left, int64_t window_right,
+                                 double softcap) {
+  return kFunction(
+      AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)});
 }
 
 template <auto kFunction>
-AttentionGradients attention_backward_kernel(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                             const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                             const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
-                                             const OptionalTensor& dropout_seed, const at::Tensor& out,
-                                             const at::Tensor& lse, double dropout_p, int64_t causal,
-                                             std::optional<double> scale, int64_t num_appended_keys,
-                                             std::array<bool, 5> output_mask, const OptionalTensor& rounding) {
-  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
-                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
-                   AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse, output_mask,
-                                       from_optional(rounding)});
+AttentionGradients attention_backward_kernel(
+    const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& dropout_seed, const at::Tensor& out, const at::Tensor& lse, double dropout_p, int64_t causal,
+    std::optional<double> scale, int64_t num_appended_keys, std::array<bool, kNumGradients> output_mask,
+    const OptionalTensor& rounding, const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+    const OptionalTensor& sink, int64_t window_left, int64_t window_right, double softcap) {
+  return kFunction(
+      AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)},
+      AttentionCotangents{from_optional(grad_out), from_optional(grad_lse), out, lse, output_mask,
+                          from_optional(rounding)});
 }
 
 template <auto kFunction>
 WeightsResult attention_with_weights_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                             const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
                                             const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
-                                            std::optional<double> scale, int64_t num_appended_keys, bool average) {
-  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
-                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
-                   average);
+                                            std::optional<double> scale, int64_t num_appended_keys, bool average,
+                                            const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+                                            const OptionalTensor& sink, int64_t window_left, int64_t window_right,
+                                            double softcap) {
+  return kFunction(
+      AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)},
+      average);
 }
 
 template <auto kFunction>
 ForBackwardResult attention_for_backward_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                                 const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
                                                 const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,
-                                                std::optional<double> scale, int64_t num_appended_keys,
-                                                int64_t weights) {
-  return kFunction(AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
-                                      from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
-                   weights);
+                                                std::optional<double> scale, int64_t num_appended_keys, int64_t weights,
+                                                const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+                                                const OptionalTensor& sink, int64_t window_left, int64_t window_right,
+                                                double softcap) {
+  return kFunction(
+      AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)},
+      weights);
 }
 
 template <auto kFunction>
-WeightsGradients attention_weights_backward_kernel(const at::Tensor& grad_weights, const at::Tensor& query,
-                                                   const at::Tensor& key, const OptionalTensor& attn_mask,
-                                                   const OptionalTensor& key_padding_mask,
-                                                   const OptionalTensor& dropout_seed, const at::Tensor& lse,
-                                                   double dropout_p, int64_t causal, std::optional<double> scale,
-                                                   int64_t num_appended_keys, bool average,
-                                                   std::array<bool, 4> output_mask) {
+WeightsGradients attention_weights_backward_kernel(
+    const at::Tensor& grad_weights, const at::Tensor& query, const at::Tensor& key, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_padding_mask, const OptionalTensor& dropout_seed, const at::Tensor& lse, double dropout_p,
+    int64_t causal, std::optional<double> scale, int64_t num_appended_keys, bool average,
+    std::array<bool, kNumWeightsGradients> output_mask, const OptionalTensor& key_range,
+    const OptionalTensor& relative_bias, const OptionalTensor& sink, int64_t window_left, int64_t window_right,
+    double softcap) {
   return kFunction(
       AttentionArguments{query, key, at::Tensor(), from_optional(attn_mask), from_optional(key_padding_mask),
-                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys},
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)},
       WeightsCotangents{grad_weights, lse, average, output_mask});
 }
 

@@ -7,14 +7,16 @@ True = ignore; ``causal``: 0 none, 1 aligned to the upper left corner, 2 to the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
+
+from mha_ext import _build
 
 __all__ = [
+    "Variants",
     "attention",
     "attention_backward",
     "attention_directly",
@@ -31,40 +33,15 @@ __all__ = [
 ]
 
 
-def _built_for() -> str | None:
-    """The torch version that the extension was compiled against, or None where no record says."""
-    record = Path(__file__).with_name("_build_info.json")
-    version: str | None = json.loads(record.read_text())["torch"] if record.exists() else None
-    return version
-
-
-def _load_failure(built_for: str | None, error: ImportError | None = None) -> ImportError:
-    """The reason why the extension does not load, with what it was built for, what is running, and what to do."""
-    running = torch.__version__
-    source = Path(__file__).parents[1]
-    if built_for is None and (source / "setup.py").exists():
-        what = f"{source} is a source folder without the compiled extension (an installed mha_ext is found elsewhere)"
-    elif built_for is None:
-        what = f"the compiled extension mha_ext._C is missing (running torch {running})"
-    elif built_for != running:
-        what = f"the compiled extension mha_ext._C was built for torch {built_for}, but torch {running} is running"
-    else:
-        what = f"the compiled extension mha_ext._C, built for torch {built_for}, does not load with torch {running}"
-    remedy = "rebuild it: make build in a checkout, or pip install --no-build-isolation --force-reinstall --no-deps ."
-    if error is None:
-        return ImportError(f"{what}; {remedy}")
-    return ImportError(f"{what}; {remedy} ({error})", name=error.name, path=error.path)
-
-
 def _load() -> None:
     """Load the extension, unless it was built for another release of torch: it might load all the same, and crash."""
-    built_for = _built_for()
+    built_for = _build.built_for()
     if built_for is not None and built_for.split("+")[0] != torch.__version__.split("+")[0]:
-        raise _load_failure(built_for)
+        raise _build.load_failure(built_for)
     try:
         import mha_ext._C  # noqa: F401  (registers the operators)
     except ImportError as error:
-        raise _load_failure(built_for, error) from error
+        raise _build.load_failure(built_for, error) from error
 
 
 _load()
@@ -90,6 +67,21 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
+class Variants(TypedDict, total=False):
+    """What today's models add: arguments that every attention operator takes, all optional.
+
+    Keys and lengths S are those without appended keys. A query's position among the keys is its index, or that plus
+    S - T where ``causal`` is 2 (causal) or 3 (not causal).
+    """
+
+    key_range: Tensor | None  # int32 (2, B or 1, T): query i sees only keys key_range[0] <= j < key_range[1]
+    relative_bias: Tensor | None  # (B or 1, H or 1, T + S - 1): entry T - 1 + j - i is added to the score of (i, j)
+    sink: Tensor | None  # (H,): one more logit in every row's softmax, which has no value
+    window_left: int  # keys before its own position that a query sees; -1: no limit
+    window_right: int  # and behind it
+    softcap: float  # when positive, scores become softcap tanh(score / softcap) before anything is added
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -102,6 +94,7 @@ def attention(
     causal: int = 0,
     scale: float | None = None,
     num_appended_keys: int = 0,
+    **variants: Unpack[Variants],
 ) -> tuple[Tensor, Tensor]:
     """``softmax(scale · Q Kᵀ + mask) V`` and the natural log-sum-exp of the masked scores.
 
@@ -120,6 +113,7 @@ def attention(
         causal=causal,
         scale=scale,
         num_appended_keys=num_appended_keys,
+        **variants,
     )
     return result
 
@@ -140,10 +134,13 @@ def attention_backward(
     causal: int = 0,
     scale: float | None = None,
     num_appended_keys: int = 0,
-    output_mask: Sequence[bool] = (True, True, True, False, False),
+    output_mask: Sequence[bool] = (True, True, True, False, False, False, False),
     rounding: Tensor | None = None,
+    **variants: Unpack[Variants],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of :func:`attention` for query, key, value, attn_mask, key_padding_mask, as ``output_mask`` asks.
+    """Gradients of :func:`attention`, as ``output_mask`` asks.
+
+    They are those of query, key, value, attn_mask, key_padding_mask, relative_bias and sink.
 
     ``rounding`` is what :func:`attention_for_backward` gave beside ``out``: without it the gradients of half types are
     those of a rounded output.
@@ -165,6 +162,7 @@ def attention_backward(
         num_appended_keys=num_appended_keys,
         output_mask=output_mask,
         rounding=rounding,
+        **variants,
     )
     return result
 
@@ -195,8 +193,12 @@ def attention_with_weights(
     scale: float | None = None,
     num_appended_keys: int = 0,
     average: bool = True,
+    **variants: Unpack[Variants],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attention` and the weights (after dropout) that it used: ``(B, H, T, S)``, or their mean over heads."""
+    """:func:`attention` and the weights (after dropout) that it used: ``(B, H, T, S)``, or their mean over heads.
+
+    There is no ``sink`` here.
+    """
     result: tuple[Tensor, Tensor, Tensor] = _attention_with_weights(
         query,
         key,
@@ -209,6 +211,7 @@ def attention_with_weights(
         scale=scale,
         num_appended_keys=num_appended_keys,
         average=average,
+        **variants,
     )
     return result
 
@@ -227,9 +230,13 @@ def attention_weights_backward(
     scale: float | None = None,
     num_appended_keys: int = 0,
     average: bool = True,
-    output_mask: Sequence[bool] = (True, True, False, False),
+    output_mask: Sequence[bool] = (True, True, False, False, False),
+    **variants: Unpack[Variants],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the weights of :func:`attention_with_weights` for query, key, attn_mask, key_padding_mask."""
+    """Gradients of the weights of :func:`attention_with_weights`.
+
+    They are those of query, key, attn_mask, key_padding_mask and relative_bias.
+    """
     result: tuple[Tensor | None, ...] = _attention_weights_backward(
         grad_weights,
         query,
@@ -244,6 +251,7 @@ def attention_weights_backward(
         num_appended_keys=num_appended_keys,
         average=average,
         output_mask=output_mask,
+        **variants,
     )
     return result
 

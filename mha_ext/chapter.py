@@ -305,8 +305,8 @@ def _attend_backward(grad: Tensor, cache: AttentionCache, with_mask: bool) -> li
     mask = cache.mask
     differentiable = mask is not None and mask.is_floating_point()
     saved = (cache.query, cache.key, cache.value, mask, None, None, cache.out, cache.lse)
-    wanted = (True, True, True, with_mask and differentiable, False)
-    *grads, grad_mask, _ = _ops.attention_backward(
+    wanted = (True, True, True, with_mask and differentiable, False, False, False)
+    *grads, grad_mask, _, _, _ = _ops.attention_backward(
         _four_axes(grad), None, *saved, output_mask=wanted, rounding=cache.rounding
     )
     results: list[Any] = [cast(Tensor, x).reshape(shape) for x, shape in zip(grads, cache.shapes, strict=False)]

@@ -7,10 +7,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from mha_ext import _ops, axes, checks, errors, layer, masks, parameters, unused_rows
+from mha_ext import _ops, axes, checks, errors, masks, variants
 from mha_ext.errors import InvalidValueError
+from mha_ext.layer_function import multi_head_attention_forward
+from mha_ext.varlen import varlen_attention
 
-__all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
+__all__ = ["multi_head_attention_forward", "scaled_dot_product_attention", "varlen_attention"]
 
 _ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
 _ALIGNMENT_NAMES = tuple(_ALIGNMENTS)
@@ -31,10 +33,14 @@ def scaled_dot_product_attention(
     *,
     key_padding_mask: Tensor | None = None,
     causal_alignment: str = "upper_left",
-    window: None = None,
-    softcap: None = None,
-    alibi_slopes: None = None,
-    sink: None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_length: int | Tensor | None = None,
+    key_range: Tensor | None = None,
     return_lse: Literal[False] = False,
     return_weights: None = None,
 ) -> Tensor: ...
@@ -53,10 +59,14 @@ def scaled_dot_product_attention(
     *,
     key_padding_mask: Tensor | None = None,
     causal_alignment: str = "upper_left",
-    window: tuple[int, int] | None = None,
+    window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sink: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_length: int | Tensor | None = None,
+    key_range: Tensor | None = None,
     return_lse: bool = False,
     return_weights: WeightsKind | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -74,10 +84,14 @@ def scaled_dot_product_attention(
     *,
     key_padding_mask: Tensor | None = None,
     causal_alignment: str = "upper_left",
-    window: tuple[int, int] | None = None,
+    window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sink: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_length: int | Tensor | None = None,
+    key_range: Tensor | None = None,
     return_lse: bool = False,
     return_weights: WeightsKind | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -96,11 +110,21 @@ def scaled_dot_product_attention(
         key_padding_mask: broadcastable to ``(..., S)`` (the axes of query before H); bool, True = ignore the key;
             floating, added to the scores.
         causal_alignment: ``"upper_left"``, or ``"lower_right"``: ``j <= i + S - T``.
-        window: not implemented.
-        softcap: not implemented.
-        alibi_slopes: not implemented.
-        sink: not implemented.
-        return_lse: also return the natural log-sum-exp of the scaled, masked scores, ``(..., H, T)``.
+        window: ``(left, right)``: query i sees key j only if ``p - left <= j <= p + right``, where p is i, or
+            ``i + S - T`` if ``causal_alignment`` is ``"lower_right"`` (causal or not); None or -1 is no limit. Time
+            grows with T times the window's width.
+        softcap: scores become ``softcap · tanh(score / softcap)`` before masks and biases are added (Gemma 2, 2024).
+        alibi_slopes: ``(H,)`` or ``(..., H)``: adds ``-slope · |p - j|`` (Press et al. 2022), p as for ``window``.
+        relative_bias: ``(H or 1, T + S - 1)`` or with leading axes: entry n is added to the score of every pair with
+            ``j - i = n - (T - 1)``, such as T5's bias (:func:`bucketed_relative_bias`).
+        sink: ``(H,)``, one more logit in the softmax of every row, without a value (Xiao et al. 2023; gpt-oss): a row
+            may attend to nothing.
+        segment_ids: integers that do not decrease along the sequence, ``(query's (..., T), key's (..., S))`` or one
+            tensor for both: only pairs with equal ids see each other, as documents packed into one sequence do.
+        prefix_length: int, or integers of query's leading axes: with ``is_causal``, keys before it are visible to
+            every query.
+        key_range: integers ``(2, ..., T)``: query i sees key j only if ``key_range[0] <= j < key_range[1]``.
+        return_lse: also return the natural log-sum-exp of the scaled, masked scores, ``(..., H, T)``, sink included.
         return_weights: also return the weights after dropout: ``"per_head"`` ``(..., H, T, S)``, ``"mean"`` over heads
             ``(..., T, S)``, ``"column_sum"`` over queries ``(..., H, S)``.
 
@@ -111,8 +135,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: shapes do not fit, or an option is out of range.
         TypeError: a dtype does not fit, or an argument is of the wrong type.
-        NotImplementedError: an option that is not implemented is set, or an input is nested or sparse; that is a
-            TypeError as well.
+        NotImplementedError: an input is nested or sparse; that is a TypeError as well.
 
     Differs from PyTorch: a query with every key masked gives 0 and an lse of -inf, not NaN; what is stored behind a
     mask (NaN, infinity) reaches nothing; ``is_causal`` may be combined with masks; a floating mask need not have
@@ -129,7 +152,8 @@ def scaled_dot_product_attention(
     where = "scaled_dot_product_attention"
     if (  # the likely call: with one token, looking at every option would take longer than attending
         (attn_mask is None and key_padding_mask is None and scale is None and return_weights is None)
-        and (window is None and softcap is None and alibi_slopes is None and sink is None)
+        and (window is None and softcap is None and alibi_slopes is None and relative_bias is None and sink is None)
+        and (segment_ids is None and prefix_length is None and key_range is None)
         and (type(is_causal) is bool and enable_gqa is False and return_lse is False)
         and (type(dropout_p) is float and dropout_p == 0.0 and causal_alignment is _ALIGNMENT_NAMES[0])
         and not torch.compiler.is_compiling()
@@ -139,24 +163,23 @@ def scaled_dot_product_attention(
             return directly
     if not (type(is_causal) is type(enable_gqa) is type(return_lse) is bool):
         checks.flags(where, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
-    if not (window is None and softcap is None and alibi_slopes is None and sink is None):
-        checks.unsupported(where, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink)
     checks.tensors(where, query, key, value)
     checks.dense(where, (query, key, value))
     checks.one_of(where, "causal_alignment", causal_alignment, _ALIGNMENT_NAMES)
     if return_weights is not None and return_weights not in _WEIGHTS:
         raise InvalidValueError(f"{where}: return_weights must be None or one of {_WEIGHTS}, got {return_weights!r}")
     query, key, value, layout = axes.align(where, (query, key, value), enable_gqa)
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    sizes = variants.Sizes(layout.batch, query.shape[1], query.shape[2], key.shape[2])
     causal = _ALIGNMENTS[causal_alignment] if is_causal else 0
     if attn_mask is not None:
         if masks.is_causal_bias(attn_mask):
-            causal, attn_mask = _causal_of_bias(where, attn_mask, (num_queries, num_keys), causal), None
+            causal, attn_mask = _causal_of_bias(where, attn_mask, sizes[2:], causal), None
         else:
-            sizes = (query.shape[1], num_queries, num_keys)
-            attn_mask = masks.broadcast_mask(where, attn_mask, layout.batch, sizes)
+            attn_mask = masks.broadcast_mask(where, attn_mask, layout.batch, sizes[1:])
     if key_padding_mask is not None:
-        key_padding_mask = masks.broadcast_padding(where, key_padding_mask, layout.batch, num_keys)
+        key_padding_mask = masks.broadcast_padding(where, key_padding_mask, layout.batch, sizes.keys)
+    given = variants.Given(window, softcap, alibi_slopes, relative_bias, sink, segment_ids, prefix_length, key_range)
+    causal, extra = variants.resolve(where, given, sizes, causal, causal_alignment == "lower_right", query)
     checks.dropout_probability(where, "dropout_p", dropout_p)
     if scale is not None:
         scale = checks.real(where, "scale", scale)
@@ -166,11 +189,9 @@ def scaled_dot_product_attention(
     weights = None
     try:
         if return_weights is None:
-            out, lse = _ops.attention(*tensors, dropout_p=dropout_p, causal=causal, scale=scale)
+            out, lse = _ops.attention(*tensors, dropout_p=dropout_p, causal=causal, scale=scale, **extra)
         else:
-            out, lse, weights = _ops.attention_with_weights(
-                *tensors, dropout_p=dropout_p, causal=causal, scale=scale, average=average
-            )
+            out, lse, weights = _with_weights(tensors, extra, average, dropout_p=dropout_p, causal=causal, scale=scale)
     except (ValueError, TypeError) as error:
         errors.pass_on(error, where)
     out = layout.restore(out)
@@ -183,6 +204,26 @@ def scaled_dot_product_attention(
     return tuple(results)
 
 
+def _with_weights(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    extra: _ops.Variants,
+    average: bool,
+    **numbers: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator with weights; a sink, which it does not take, scales what the other keys have of a row."""
+    sink = extra.pop("sink", None)
+    out, lse, weights = _ops.attention_with_weights(*tensors, **numbers, **extra, average=average and sink is None)
+    if sink is None:
+        return out, lse, weights
+    logit = sink.to(lse.dtype).unsqueeze(-1)
+    empty = lse.isneginf()  # kept from the derivatives, which would be NaN
+    finite = lse.masked_fill(empty, 0.0)
+    share = (finite - logit).sigmoid().masked_fill(empty, 0.0).unsqueeze(-1)
+    out, weights = ((x * share).to(x.dtype) for x in (out, weights))
+    lse = torch.where(empty, logit, torch.logaddexp(finite, logit))
+    return out, lse, weights.mean(1) if average else weights
+
+
 def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) -> int:
     """The operators' causal alignment for a CausalBias and, if ``causal`` is set, that alignment as well."""
     if (bias.seq_len_q, bias.seq_len_kv) != sizes:
@@ -193,149 +234,3 @@ def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) 
     if causal in (0, alignment):
         return alignment
     return 1 if sizes[1] >= sizes[0] else 2  # the stricter of the two
-
-
-def multi_head_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The whole layer as a function, with the signature of ``torch.nn.functional.multi_head_attention_forward``.
-
-    Args:
-        query: ``(T, B, E)`` or, unbatched, ``(T, E)``.
-        key: ``(S, B, kdim)`` or ``(S, kdim)``.
-        value: ``(S, B, vdim)`` or ``(S, vdim)``.
-        embed_dim_to_check: E.
-        num_heads: H, divides E.
-        in_proj_weight: ``(3 E, E)``, unless ``use_separate_proj_weight``.
-        in_proj_bias: ``(3 E,)``.
-        bias_k: ``(1, 1, E)``, ``(1, E)`` or ``(E,)``, a key appended to every sequence; given with ``bias_v``.
-        bias_v: likewise, its value.
-        add_zero_attn: append a key and a value of zeros.
-        dropout_p: probability in [0, 1) of dropping a weight.
-        out_proj_weight: ``(E_out, E)``.
-        out_proj_bias: ``(E_out,)``.
-        training: dropout acts only then.
-        key_padding_mask: ``(B, S)`` or ``(S,)``; bool, True = ignore the key; floating, added.
-        need_weights: also return the weights.
-        attn_mask: ``(T, S)``, ``(B * H, T, S)`` and what else ``mha_ext.MultiheadAttention`` takes; bool, True = may
-            not attend; floating, added.
-        use_separate_proj_weight: use the next three weights instead of ``in_proj_weight``.
-        q_proj_weight: ``(E, E)``.
-        k_proj_weight: ``(E, kdim)``.
-        v_proj_weight: ``(E, vdim)``.
-        static_k: ``(B * H, S, E / H)``, keys used as they are, instead of projecting ``key``.
-        static_v: likewise for ``value``.
-        average_attn_weights: weights ``(B, T, S)``, the mean over heads, instead of ``(B, H, T, S)``.
-        is_causal: query i sees key j only if ``j <= i``, besides all masks.
-
-    Returns:
-        The output ``(T, B, E_out)`` or ``(T, E_out)``, and the weights, or None.
-
-    Raises:
-        ValueError: shapes do not fit, or an option is out of range.
-        TypeError: a dtype does not fit, or an argument is of the wrong type.
-
-    Differs from PyTorch as ``mha_ext.MultiheadAttention`` does: a query with every key masked gives the output bias,
-    ``is_causal`` needs no mask and is never just a hint, appended keys stay visible under it.
-
-    Example:
-        >>> import torch
-        >>> from mha_ext.functional import multi_head_attention_forward
-        >>> x, weight = torch.ones(3, 2, 4), torch.zeros(12, 4)
-        >>> out, weights = multi_head_attention_forward(
-        ...     x, x, x, 4, 2, weight, None, None, None, False, 0.0, torch.eye(4), None, is_causal=True)
-        >>> out.shape, weights[0, 1].tolist()
-        (torch.Size([3, 2, 4]), [0.5, 0.5, 0.0])
-    """
-    where = "multi_head_attention_forward"
-    inputs = (query, key, value)
-    checks.tensors(where, *inputs)
-    checks.dense(where, inputs)
-    checks.dropout_probability(where, "dropout_p", dropout_p)
-    whole = type(num_heads) is int and type(embed_dim_to_check) is int
-    if not whole or num_heads < 1 or embed_dim_to_check < 1 or embed_dim_to_check % num_heads:
-        parameters.function_heads(where, embed_dim_to_check, num_heads)
-    packed = None if use_separate_proj_weight else parameters.given(where, in_proj_weight=in_proj_weight)[0]
-    if packed is None:
-        separate = {"q_proj_weight": q_proj_weight, "k_proj_weight": k_proj_weight, "v_proj_weight": v_proj_weight}
-        weights = parameters.given(where, **separate)
-    else:
-        weights = (packed,)
-    widths = parameters.function_parameters(
-        where, embed_dim_to_check, weights, (in_proj_bias, bias_k, bias_v), (out_proj_weight, out_proj_bias)
-    )
-    sizes = checks.layer_sizes(where, inputs, widths, batch_first=False)
-    checks.same_kind(where, inputs, out_proj_weight)
-    static = (static_k, static_v)
-    if not (static_k is static_v is None):
-        static = parameters.static_heads(where, static, bias_k, sizes, num_heads, query)
-    if not sizes.batched:
-        inputs = layer.add_batch_axis(inputs, 1)
-    inputs, sizes = _without_replaced(inputs, static, sizes)
-    need_weights, average_attn_weights, is_causal = checks.layer_flags(
-        where, need_weights, average_attn_weights, is_causal
-    )
-    dropout_p = dropout_p if training else 0.0
-    causal = 1 if is_causal else 0
-    options = layer.Options(attn_mask, key_padding_mask, dropout_p, None, causal, need_weights, average_attn_weights)
-    options = layer.resolve(where, options, sizes, num_heads, query.device)
-    heads = (num_heads, num_heads)
-    appends = add_zero_attn or bias_k is not None
-    fused = not (packed is None or need_weights or appends or static != (None, None))
-
-    def compute(inputs: layer.QKV) -> tuple[Tensor, Tensor | None]:
-        if packed is not None and fused:
-            projections = (packed, in_proj_bias, out_proj_weight, out_proj_bias)
-            return layer.fused(inputs, projections, options, heads, batch_first=False), None
-        q, k, v = layer.project(inputs, weights, in_proj_bias, heads, batch_first=False)
-        k, v = (x if given is None else given for x, given in zip((k, v), static, strict=True))
-        k, v, appended = layer.append_keys(k, v, bias_k, bias_v, add_zero_attn)
-        context, attention_weights = layer.attend(q, k, v, options, appended, batch_first=False)
-        return layer.linear(context, out_proj_weight, out_proj_bias), attention_weights
-
-    situation = unused_rows.Situation(options, appends, False, fused)
-    out, attention_weights = unused_rows.run_without_unused_rows(compute, inputs, situation)
-    if not sizes.batched:
-        out = out.squeeze(1)
-        attention_weights = None if attention_weights is None else attention_weights.squeeze(0)
-    return out, attention_weights
-
-
-def _without_replaced(
-    inputs: layer.QKV, static: tuple[Tensor | None, Tensor | None], sizes: checks.LayerSizes
-) -> tuple[layer.QKV, checks.LayerSizes]:
-    """The inputs with zeros in place of a key or value that static heads replace, and the sizes with their length."""
-    heads = static[0] if static[0] is not None else static[1]
-    if heads is None:
-        return inputs, sizes
-    num_keys = heads.shape[2]
-    query, *others = inputs
-    key, value = (
-        other if given is None else other.new_zeros(()).expand(num_keys, sizes.batch, other.shape[2])
-        for given, other in zip(static, others, strict=True)
-    )
-    return (query, key, value), sizes._replace(num_keys=num_keys)

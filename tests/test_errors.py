@@ -84,7 +84,7 @@ OPERATOR = [
         "dropout_seed",
         ["int64|[lL]ong", "got", "[fF]loat"],
     ),
-    ({"causal": 3}, ValueError, "causal", ["0", "got", "3"]),
+    ({"causal": 4}, ValueError, "causal", ["0", "got", "4"]),
     ({"causal": -1}, ValueError, "causal", ["0", "got", "-1"]),
     ({"scale": float("inf")}, ValueError, "scale", ["finite", "got", "inf"]),
     ({"scale": float("nan")}, ValueError, "scale", ["finite", "got", "nan"]),

@@ -38,7 +38,7 @@ def test_attention_backward(name: str, change: Any, error: type[Exception], mess
     inputs = (s["query"], s["key"], s["value"], None, None, None)
     with pytest.raises(error, match=message):
         ops.attention_backward(
-            s["grad_out"], None, *inputs, s["out"], s["lse"], **OFF, output_mask=[True] * 3 + [False] * 2
+            s["grad_out"], None, *inputs, s["out"], s["lse"], **OFF, output_mask=[True] * 3 + [False] * 4
         )
 
 
@@ -53,7 +53,7 @@ def test_what_rounding_took_is_bfloat16_of_the_output_s_shape_or_empty(dtype: to
         with (
             nullcontext() if given is None or any(given is x for x in good) else pytest.raises((ValueError, TypeError))
         ):
-            call(output_mask=[True] * 3 + [False] * 2, rounding=given)
+            call(output_mask=[True] * 3 + [False] * 4, rounding=given)
 
 
 @pytest.mark.parametrize("weights", [-1, 3])
@@ -68,7 +68,7 @@ def test_weights_need_an_lse_that_can_be_read() -> None:
     s = attention_state()
     inputs = (torch.zeros(2, 5, 5), s["query"], s["key"], None, None, None, s["lse"].to("meta"))
     with pytest.raises(ValueError, match="attention_weights_backward: lse must be on query's device cpu, got meta"):
-        ops.attention_weights_backward(*inputs, **OFF, average=True, output_mask=[True] * 2 + [False] * 2)
+        ops.attention_weights_backward(*inputs, **OFF, average=True, output_mask=[True] * 2 + [False] * 3)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_opcheck_attention_backward(case: Case, with_lse: bool) -> None:
     problem = build(case)
     out, lse = ops.attention(*problem.tensors, **problem.options)
     floats = [problem.attn_mask, problem.key_padding_mask]
-    wanted = [True, True, True, *[m is not None and m.is_floating_point() for m in floats]]
+    wanted = [True, True, True, *[m is not None and m.is_floating_point() for m in floats], False, False]
     arguments = (problem.grad_out, problem.grad_lse if with_lse else None, *problem.tensors, out, lse)
     torch.library.opcheck(ops.attention_backward.default, arguments, {**problem.options, "output_mask": wanted})
 
@@ -73,7 +73,7 @@ def test_opcheck_attention_for_backward(case: Case, weights: int) -> None:
             for a, b in zip((out, lse), ops.attention(*problem.tensors, **problem.options), strict=True)
         )
         assert matrix.shape == (0,)
-    wanted = [True, True, True, False, False]
+    wanted = [True, True, True, False, False, False, False]
     arguments = (problem.grad_out, problem.grad_lse, *problem.tensors, out, lse)
     backward = {**problem.options, "output_mask": wanted, "rounding": rounding}
     torch.library.opcheck(ops.attention_backward.default, arguments, backward)
@@ -102,7 +102,7 @@ def test_opcheck_attention_with_weights_and_its_backward(case: Case, average: bo
     options = {**problem.options, "average": average}
     torch.library.opcheck(ops.attention_with_weights.default, needing_gradients(problem.tensors), options)
     _, lse, weights = ops.attention_with_weights(*problem.tensors, **options)
-    wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest]]
+    wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest], False]
     arguments = (torch.randn_like(weights), problem.query, problem.key, *rest, problem.dropout_seed, lse)
     torch.library.opcheck(ops.attention_weights_backward.default, arguments, {**options, "output_mask": wanted})
 
@@ -171,7 +171,7 @@ def test_only_the_gradients_asked_for_come_back() -> None:
     problem = build(Case(2, 2, 2, 5, 7, 8, mask="float32:11TS"))
     out, lse = ops.attention(*problem.tensors)
     for i in range(4):
-        wanted = [i == j for j in range(5)]
+        wanted = [i == j for j in range(7)]
         got = ops.attention_backward(
             problem.grad_out, None, *problem.tensors, out, lse, **problem.options, output_mask=wanted
         )
@@ -217,7 +217,7 @@ def test_composition_for_other_devices_gives_the_same_numbers(case: Case) -> Non
     assert_within(out, truth.out, limits["out"])
     assert_within(lse, truth.lse, limits["lse"])
     assert lies_like(out, problem.tensors[0])
-    wanted = [True, True, True, False, False]
+    wanted = [True, True, True, False, False, False, False]
     grads = ops.attention_backward.default.redispatch(
         keys, problem.grad_out, problem.grad_lse, *problem.tensors, out, lse, **problem.options, output_mask=wanted
     )

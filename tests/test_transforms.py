@@ -209,7 +209,7 @@ def test_backward_operator_is_differentiable_in_the_incoming_gradients_alone() -
     sent = [problem.grad_out.clone().requires_grad_(), problem.grad_lse.clone().requires_grad_()]
 
     def backward(grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...]:
-        wanted = [True, True, True, False, False]
+        wanted = [True, True, True, False, False, False, False]
         return ops.attention_backward(
             grad_out, grad_lse, *problem.tensors, out, lse, **problem.options, output_mask=wanted
         )[:3]

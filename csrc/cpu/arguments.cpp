@@ -1,6 +1,7 @@
 #include "arguments.h"
 
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isinf.h>
 #include <ATen/ops/where.h>
@@ -80,6 +81,38 @@ at::Tensor make_mask_map(const at::Tensor& mask, const AttentionParams& p, MaskV
   return map;
 }
 
+MaskView bias_view(const at::Tensor& turned, int64_t num_keys) {
+  MaskView view;
+  view.kind = MaskKind::Float;
+  view.data = static_cast<const char*>(turned.const_data_ptr()) + (num_keys - 1) * turned.element_size();
+  view.stride_b = turned.size(0) == 1 ? 0 : turned.stride(0);
+  view.stride_h = turned.size(1) == 1 ? 0 : turned.stride(1);
+  view.stride_q = 1;
+  view.stride_k = -1;
+  view.lanes_lie = true;
+  return view;
+}
+
+// Causal order, window and ranges; see AttentionParams.
+void bind_positions(const AttentionArguments& args, BoundArguments& bound) {
+  AttentionParams& p = bound.params;
+  const Variants& v = args.variants;
+  const bool is_causal = args.causal == kUpperLeft || args.causal == kLowerRight;
+  const bool lower_right = args.causal == kLowerRight || args.causal == kLowerRightPositions;
+  const int64_t offset = lower_right ? p.num_keys - p.appended_keys - p.num_queries : 0;
+  // A window's right side is a causal order further on. Limits beyond all keys would overflow sums.
+  const int64_t farthest = p.num_keys + p.num_queries;
+  p.causal = is_causal || v.window_right != kNoLimit;
+  p.causal_offset = offset + (is_causal ? 0 : std::min(v.window_right, farthest));
+  p.has_left = v.window_left != kNoLimit;
+  p.left_offset = offset - std::min(v.window_left, farthest);
+  if (!v.key_range.defined()) return;
+  bound.key_range = v.key_range.contiguous();
+  p.range_first = bound.key_range.const_data_ptr<int32_t>();
+  p.range_last = p.range_first + bound.key_range.stride(0);
+  p.range_stride_b = bound.key_range.size(1) == 1 ? 0 : bound.key_range.stride(1);
+}
+
 void bind_dropout(const AttentionArguments& args, AttentionParams& p) {
   if (args.dropout_p <= 0.0) return;
   p.dropout = true;
@@ -129,6 +162,10 @@ kernels::MutableTensorView mutable_view_of(const at::Tensor& t) {
   return make_view<kernels::MutableTensorView>(t, t.mutable_data_ptr());
 }
 
+at::Tensor turned_bias(const at::Tensor& bias, at::ScalarType type) {
+  return at::constant_pad_nd(in_compute_type(bias, type).flip(-1), {0, kernels::kMapQueries}).contiguous();
+}
+
 BoundArguments bind(const AttentionArguments& args) {
   const at::ScalarType compute = compute_type(args.query);
   BoundArguments bound;
@@ -144,8 +181,7 @@ BoundArguments bind(const AttentionArguments& args) {
   p.head_dim = args.query.size(3);
   p.value_dim = args.value.defined() ? args.value.size(3) : 0;
   p.appended_keys = args.num_appended_keys;
-  p.causal = args.causal != kNotCausal;
-  p.causal_offset = args.causal == kLowerRight ? p.num_keys - p.appended_keys - p.num_queries : 0;
+  bind_positions(args, bound);
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.query_block = query_block_size(p.num_queries, kernels_for(args).vector_width, kernels::kBlockQueries);
   bind_dropout(args, p);
@@ -158,6 +194,15 @@ BoundArguments bind(const AttentionArguments& args) {
     bound.key_padding_mask = in_compute_type(args.key_padding_mask, compute).unsqueeze(1).unsqueeze(1);
     p.masks[1] = mask_view(bound.key_padding_mask, /*true_hides=*/true);
   }
+  if (args.variants.relative_bias.defined()) {
+    bound.relative_bias = turned_bias(args.variants.relative_bias, compute);
+    p.masks[2] = bias_view(bound.relative_bias, p.num_keys - p.appended_keys);
+  }
+  if (args.variants.sink.defined()) {
+    bound.sink = args.variants.sink.to(compute).contiguous();
+    p.sink = bound.sink.const_data_ptr();
+  }
+  p.softcap = args.variants.softcap;
   return bound;
 }
 

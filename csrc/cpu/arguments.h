@@ -16,10 +16,14 @@ const kernels::KernelTable& kernels_for(const AttentionArguments& args);
 kernels::TensorView view_of(const at::Tensor& t);
 kernels::MutableTensorView mutable_view_of(const at::Tensor& t);
 
-// Kernel parameters, and the masks they point into: float masks in the compute type, padding as (B or 1, 1, 1, T_kv).
+// A relative bias as kernels read it: (B or 1, H or 1, distances and a vector of zeros), entry T_kv - 1 + i - j for the
+// pair (i, j), so that the queries of a key lie side by side.
+at::Tensor turned_bias(const at::Tensor& bias, at::ScalarType type);
+
+// Kernel parameters, and what they point into: float masks in the compute type, padding as (B or 1, 1, 1, T_kv).
 struct BoundArguments {
   kernels::AttentionParams params;
-  at::Tensor attn_mask, key_padding_mask, mask_map;
+  at::Tensor attn_mask, key_padding_mask, mask_map, key_range, relative_bias, sink;
 };
 
 BoundArguments bind(const AttentionArguments& args);

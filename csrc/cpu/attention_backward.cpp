@@ -1,4 +1,6 @@
 // Backward of attention on CPU, recomputing the probabilities tile by tile, in memory linear in T.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "../checks.h"
@@ -7,6 +9,27 @@
 #include "backward.h"
 
 namespace mha_ext::cpu {
+
+namespace {
+
+// -sum P_sink (rowsum(dO O) - dlse) over the rows that the sink is in: its value is 0.
+at::Tensor sink_gradient(const AttentionArguments& args, const AttentionCotangents& c, const at::Tensor& grad_lse) {
+  const at::Tensor& sink = args.variants.sink;
+  const at::ScalarType type = c.lse.scalar_type();
+  const at::Tensor logit = sink.to(type).unsqueeze(-1);
+  const at::Tensor probability = (logit - c.lse).exp().masked_fill(c.lse.isneginf(), 0);
+  at::Tensor delta;
+  if (c.grad_out.defined()) {
+    at::Tensor out = c.out.to(type);
+    if (c.rounding.defined() && c.rounding.dim() == 4) out = out + c.rounding;
+    delta = (c.grad_out.to(type) * out).sum(-1);
+  }
+  if (grad_lse.defined()) delta = delta.defined() ? delta - grad_lse : -grad_lse;
+  if (!delta.defined()) return at::zeros_like(sink);
+  return -(probability * delta).sum({0, 2}).to(sink.scalar_type());
+}
+
+}  // namespace
 
 AttentionGradients attention_backward_into(const AttentionArguments& args, const AttentionCotangents& cotangents,
                                            const GradientTargets& targets) {
@@ -25,7 +48,9 @@ AttentionGradients attention_backward_into(const AttentionArguments& args, const
     grad_lse = cotangents.grad_lse.to(lse.scalar_type()).contiguous();
     b.grad_lse = grad_lse.const_data_ptr();
   }
-  return run_backward(b, args, bound, cotangents.output_mask, targets);
+  AttentionGradients gradients = run_backward(b, args, bound, cotangents.output_mask, targets);
+  if (cotangents.output_mask[6]) std::get<6>(gradients) = sink_gradient(args, cotangents, grad_lse);
+  return gradients;
 }
 
 namespace {

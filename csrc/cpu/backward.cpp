@@ -52,22 +52,24 @@ void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const Atte
   grad_query.copy_(sum.mul_(p.scale));
 }
 
-// d(mask) in the shape of the mask. A unit owns a piece of the gradient and adds to it, in order, the tiles of every
-// (b, h, query block, key) that the piece is broadcast over.
-at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, const AttentionArguments& args) {
+// Which axes of the pairs (B, H, T_q, T_kv) a gradient has of its own; it is summed over the others.
+struct OwnAxes {
+  bool batch, head, query, key;
+};
+
+// Adds dS to a gradient. A unit owns a piece of it and adds to it, in order, the tiles of every (b, h, query block,
+// key) that the piece is broadcast over.
+void add_score_gradients(const BackwardParams& b, const OwnAxes& own, const kernels::MaskGradientView& view,
+                         const AttentionArguments& args) {
   const AttentionParams& p = b.attention;
   const KernelTable& kernel = kernels_for(args);
-  const at::Tensor grad = at::zeros(mask.sizes(), mask.options().dtype(compute_type(args.query)));
-  const bool own_b = mask.size(0) > 1, own_h = mask.size(1) > 1, own_q = mask.size(2) > 1, own_k = mask.size(3) > 1;
-  const kernels::MaskGradientView view{grad.mutable_data_ptr(), own_b ? grad.stride(0) : 0, own_h ? grad.stride(1) : 0,
-                                       own_q ? grad.stride(2) : 0, own_k ? grad.stride(3) : 0};
   const int64_t keys = p.num_keys - p.appended_keys;
   constexpr int64_t kKeysPerUnit = 512;
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
-  const int64_t keys_per_unit = own_k && !own_q ? kKeysPerUnit : keys;
-  const std::array<int64_t, 4> units = {own_b ? p.batch : 1, own_h ? p.heads : 1, own_q ? blocks : 1,
+  const int64_t keys_per_unit = own.key && !own.query ? kKeysPerUnit : keys;
+  const std::array<int64_t, 4> units = {own.batch ? p.batch : 1, own.head ? p.heads : 1, own.query ? blocks : 1,
                                         divide_up(keys, keys_per_unit)};
-  const std::array<int64_t, 3> inner = {own_b ? 1 : p.batch, own_h ? 1 : p.heads, own_q ? 1 : blocks};
+  const std::array<int64_t, 3> inner = {own.batch ? 1 : p.batch, own.head ? 1 : p.heads, own.query ? 1 : blocks};
   const int64_t inner_count = inner[0] * inner[1] * inner[2];
   const double work = multiply_adds(p, p.query_block, keys_per_unit) * static_cast<double>(inner_count);
   parallel_units(units[0] * units[1] * units[2] * units[3], work, kernel.mask_gradient_scratch_bytes(p),
@@ -85,22 +87,44 @@ at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& mask, const 
                      kernel.mask_gradient_block(b, {batch, head, begin, count}, key_begin, key_end, view, scratch);
                    }
                  });
-  return grad;
 }
 
+bool has_masked_pairs(const AttentionParams& p) { return p.num_queries > 0 && p.num_keys > p.appended_keys; }
+
 // The gradient of a mask in the mask's own shape and dtype; `bound` is the mask as the kernels see it.
-at::Tensor gradient_of(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask,
-                       const AttentionArguments& args) {
-  const AttentionParams& p = b.attention;
-  const bool empty = bound.numel() == 0 || p.num_queries == 0 || p.num_keys == p.appended_keys;
-  const at::Tensor grad = empty ? at::zeros(bound.sizes(), bound.options()) : mask_gradient(b, bound, args);
+at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask,
+                         const AttentionArguments& args) {
+  const at::Tensor grad = at::zeros(bound.sizes(), bound.options());
+  if (bound.numel() > 0 && has_masked_pairs(b.attention)) {
+    const OwnAxes own{bound.size(0) > 1, bound.size(1) > 1, bound.size(2) > 1, bound.size(3) > 1};
+    add_score_gradients(b, own,
+                        {grad.mutable_data_ptr(), own.batch ? grad.stride(0) : 0, own.head ? grad.stride(1) : 0,
+                         own.query ? grad.stride(2) : 0, own.key ? grad.stride(3) : 0},
+                        args);
+  }
   return grad.to(mask.scalar_type()).view(mask.sizes());
+}
+
+// A distance between query and key occurs in every block of queries: pieces are whole heads.
+at::Tensor bias_gradient(const BackwardParams& b, const at::Tensor& turned, const AttentionArguments& args) {
+  const AttentionParams& p = b.attention;
+  const at::Tensor& bias = args.variants.relative_bias;
+  const at::Tensor grad = at::zeros(turned.sizes(), turned.options());
+  if (turned.numel() > 0 && has_masked_pairs(p)) {
+    const bool own_batch = turned.size(0) > 1, own_head = turned.size(1) > 1;
+    char* first = static_cast<char*>(grad.mutable_data_ptr()) +
+                  (p.num_keys - p.appended_keys - 1) * static_cast<int64_t>(grad.element_size());
+    add_score_gradients(
+        b, {own_batch, own_head, false, false},
+        {first, own_batch ? grad.stride(0) : 0, own_head ? grad.stride(1) : 0, /*stride_q=*/1, /*stride_k=*/-1}, args);
+  }
+  return grad.narrow(-1, 0, bias.size(-1)).flip(-1).to(bias.scalar_type());
 }
 
 }  // namespace
 
 AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
-                                const std::array<bool, 5>& wanted, const GradientTargets& targets) {
+                                const std::array<bool, kNumGradients>& wanted, const GradientTargets& targets) {
   const at::Tensor grad_query = gradient_for(wanted[0], args.query, targets.query);
   const at::Tensor grad_key = gradient_for(wanted[1], args.key, targets.key);
   const at::Tensor grad_value = gradient_for(wanted[2], args.value, targets.value);
@@ -112,10 +136,11 @@ AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& arg
   } else if (wanted[0] || wanted[1] || wanted[2]) {
     input_gradients(b, grad_query, args);
   }
-  at::Tensor grad_mask, grad_padding;
-  if (wanted[3]) grad_mask = gradient_of(b, bound.attn_mask, args.attn_mask, args);
-  if (wanted[4]) grad_padding = gradient_of(b, bound.key_padding_mask, args.key_padding_mask, args);
-  return {grad_query, grad_key, grad_value, grad_mask, grad_padding};
+  at::Tensor grad_mask, grad_padding, grad_bias;
+  if (wanted[3]) grad_mask = mask_gradient(b, bound.attn_mask, args.attn_mask, args);
+  if (wanted[4]) grad_padding = mask_gradient(b, bound.key_padding_mask, args.key_padding_mask, args);
+  if (wanted[5]) grad_bias = bias_gradient(b, bound.relative_bias, args);
+  return {grad_query, grad_key, grad_value, grad_mask, grad_padding, grad_bias, at::Tensor()};
 }
 
 }  // namespace mha_ext::cpu

@@ -6,9 +6,9 @@
 
 namespace mha_ext::cpu {
 
-// Gradients of query, key, value and the two masks, as wanted, from `b` with its cotangents and log-sum-exp set. The
+// All gradients but the sink's, as wanted, from `b` with its cotangents and log-sum-exp set. The
 // first three go to `targets`, of any strides; where one is undefined it is allocated.
 AttentionGradients run_backward(kernels::BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
-                                const std::array<bool, 5>& wanted, const GradientTargets& targets = {});
+                                const std::array<bool, kNumGradients>& wanted, const GradientTargets& targets = {});
 
 }  // namespace mha_ext::cpu

@@ -30,6 +30,7 @@ struct BackwardScratch : ScoreScratch<V> {
   Scalar* grad_query_rows;                      // [lanes][D]
   Scalar *grad_key, *grad_value;                // of the range of keys
   Finiteness finiteness = Finiteness::Unknown;  // of Q and dO of the block
+  bool undoes_softcap = false;                  // dS is that of the scores before they were capped
 
   BackwardScratch(Arena&& arena, const AttentionParams& p, int64_t range_keys) : ScoreScratch<V>(arena, p) {
     const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
@@ -120,6 +121,8 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
   const uint64_t key = kDropout ? dropout_key(p, tile.queries.batch, tile.queries.head) : 0;
   const Scalar keep_scale = static_cast<Scalar>(p.keep_scale);
   const uint32_t drop_below = p.drop_below;
+  const bool capped = p.softcap > 0 && s.undoes_softcap;
+  const Softcap<V> cap(p);
   for (int64_t k = 0; k < tile.key_count; ++k) {
     const DropoutRow<V> dropout_row(key, tile.key_begin + k);
     const MaskRow<Scalar> mask_row(mask, tile.lanes, k);
@@ -143,6 +146,7 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
         grad = V::select(keep, grad * keep_scale, V::zero());
       }
       grad = probability * (grad - V::load(delta + c));
+      if (capped) grad *= cap.slope(V::load(scores + at));
       if (Parts::kAny) grad = V::select(hidden, V::zero(), grad);
       V::store(scores + at, kept);
       V::store(grad_scores + at, grad);
@@ -186,7 +190,10 @@ template <class V>
 void find_weights_delta(const BackwardParams& b, const QueryBlock& block, int64_t lanes, BackwardScratch<V>& s) {
   alignas(64) typename V::Scalar sums[kBlockQueries] = {};
   const int64_t num_keys = b.attention.num_keys;
-  for (int64_t begin = 0; begin < num_keys; begin += kBlockKeys) {
+  const bool undoes_softcap = s.undoes_softcap;
+  s.undoes_softcap = false;
+  const KeySpan keys = keys_to_visit(b.attention, block, kBlockKeys);
+  for (int64_t begin = keys.begin; begin < keys.end; begin += kBlockKeys) {
     const Tile t{block, lanes, begin, min_of(kBlockKeys, num_keys - begin)};
     if (!score_gradient_tile<V>(b, t, s).visible) continue;
     for (int64_t k = 0; k < t.key_count; ++k) {
@@ -196,6 +203,7 @@ void find_weights_delta(const BackwardParams& b, const QueryBlock& block, int64_
     }
   }
   __builtin_memcpy(s.delta, sums, static_cast<size_t>(lanes) * sizeof(*sums));
+  s.undoes_softcap = undoes_softcap;
 }
 
 // dQ, dK, dV of one tile over visible pairs only, for a tile that hides pairs and meets infinities or NaN.
@@ -318,6 +326,7 @@ void backward_range(const BackwardParams& b, const KeyRange& range, void* scratc
   const AttentionParams& p = b.attention;
   const int64_t count = range.end - range.begin;
   BackwardScratch<V> s(Arena(scratch), p, count);
+  s.undoes_softcap = true;
   const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
   __builtin_memset(s.grad_key, 0, static_cast<size_t>(count * d) * sizeof(Scalar));
   __builtin_memset(s.grad_value, 0, static_cast<size_t>(count * dv) * sizeof(Scalar));
@@ -326,12 +335,15 @@ void backward_range(const BackwardParams& b, const KeyRange& range, void* scratc
     for (int64_t q = 0; q < p.num_queries; q += p.query_block) {
       const QueryBlock block{range.batch, head, q, min_of(p.query_block, p.num_queries - q)};
       const int64_t lanes = round_up(block.count, V::kWidth);
-      load_query_block<V>(b, block, lanes, s);
-      if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
+      const KeySpan seen = keys_to_visit(p, block, kBlockKeys);
+      if (seen.begin < range.end && seen.end > range.begin) {
+        load_query_block<V>(b, block, lanes, s);
+        if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
+      }
       for (int64_t begin = range.begin; begin < range.end; begin += b.range_keys) {
         const int64_t end = min_of(begin + b.range_keys, range.end);
         __builtin_memset(s.grad_query, 0, static_cast<size_t>(d * lanes) * sizeof(Scalar));
-        for (int64_t k = begin; k < end; k += kBlockKeys) {
+        for (int64_t k = max_of(begin, seen.begin); k < min_of(end, seen.end); k += kBlockKeys) {
           backward_tile<V>(b, {block, lanes, k, min_of(kBlockKeys, end - k)}, k - range.begin, s);
         }
         add_share<V>(d * lanes, begin == range.begin, s);
@@ -349,33 +361,6 @@ void backward_range(const BackwardParams& b, const KeyRange& range, void* scratc
 template <class V>
 size_t backward_scratch_bytes(const AttentionParams& p, int64_t range_keys) {
   return BackwardScratch<V>(Arena(nullptr), p, range_keys).bytes;
-}
-
-// d(mask) = dS summed over the axes along which the mask is broadcast.
-template <class V>
-void mask_gradient_block(const BackwardParams& b, const QueryBlock& block, int64_t key_begin, int64_t key_end,
-                         const MaskGradientView& out, void* scratch) {
-  using Scalar = typename V::Scalar;
-  const AttentionParams& p = b.attention;
-  BackwardScratch<V> s(Arena(scratch), p, 0);
-  const int64_t lanes = round_up(block.count, V::kWidth);
-  load_query_block<V>(b, block, lanes, s);
-  if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
-  Scalar* base = static_cast<Scalar*>(out.data) + block.batch * out.stride_b + block.head * out.stride_h +
-                 block.begin * out.stride_q;
-  for (int64_t begin = key_begin; begin < key_end; begin += kBlockKeys) {
-    const Tile t{block, lanes, begin, min_of(kBlockKeys, key_end - begin)};
-    if (!score_gradient_tile<V>(b, t, s).visible) continue;
-    for (int64_t q = 0; q < block.count; ++q) {
-      Scalar* row = base + q * out.stride_q + begin * out.stride_k;
-      for (int64_t k = 0; k < t.key_count; ++k) row[k * out.stride_k] += s.grad_scores[k * lanes + q];
-    }
-  }
-}
-
-template <class V>
-size_t mask_gradient_scratch_bytes(const AttentionParams& p) {
-  return BackwardScratch<V>(Arena(nullptr), p, 0).bytes;
 }
 
 }  // namespace

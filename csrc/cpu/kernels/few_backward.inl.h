@@ -54,7 +54,7 @@ void load_few_rows(const BackwardParams& b, const KeyRange& range, const GroupRo
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
   const int64_t width = s.value.padded();
-  start_few<V>(p, range, rows, s);
+  start_few<V>(p, range, rows, /*with_sink=*/true, s);
   for (RowCursor row(p, range, rows); row.index < rows.count; row.next()) {
     const QueryBlock one{range.batch, row.head, row.query, 1};
     Scalar* grad = s.grads + row.index * width;
@@ -86,6 +86,7 @@ void few_softmax_backward(const AttentionParams& p, const RowCursor& row, int64_
   const int64_t r = row.index;
   const Vec high = V::broadcast(s.maximum[r]), low = V::broadcast(s.low[r]), delta = V::broadcast(s.delta[r]);
   const Scalar keep_scale = static_cast<Scalar>(p.keep_scale);
+  const Softcap<V> cap(p);
   for (int64_t k = 0; k < keys; k += V::kWidth) {
     const int64_t at = r * kFewKeys + k;
     Vec score = V::load(s.scores + at), grad = V::load(s.grad_scores + at);
@@ -99,6 +100,7 @@ void few_softmax_backward(const AttentionParams& p, const RowCursor& row, int64_
       grad = V::select(keep, grad * keep_scale, V::zero());
     }
     grad = probability * (grad - delta);
+    if (p.softcap > 0) grad *= cap.slope(V::load(s.scores + at));
     if (kMasked) grad = V::select(addend == -V::kInfinity, V::zero(), grad);
     V::store(s.scores + at, kept);
     V::store(s.grad_scores + at, grad);
@@ -178,6 +180,7 @@ void few_backward_tile(const BackwardParams& b, const KeyRange& range, const Gro
     const auto keys = few_rows<V>(p.key, tile, p.head_dim, true, s.keys);
     const auto values = few_rows<V>(p.value, tile, p.value_dim, true, s.values);
     multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask);
+    if (p.softcap > 0) cap_few_scores<V>(p, tile.count, s.scores, s.mask);
     multiply_few<V>(s.grads, s.value, values, tile.count, s.grad_scores, s.mask);
     few_gradient_scores<V>(p, range, rows, tile, s);
     const bool hides = s.mask.hides_pairs || s.mask.active_rows < rows.count;

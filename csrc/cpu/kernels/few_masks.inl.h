@@ -100,39 +100,43 @@ template <class V>
 FewMaskRow<V> resolve_few_row(const AttentionParams& p, int64_t batch, const RowCursor& row, const QueryBlock& tile,
                               FewMask<V>& out) {
   using Scalar = typename V::Scalar;
-  const int64_t masked = max_of(0, min_of(tile.count, p.num_keys - p.appended_keys - tile.begin));
+  const int64_t masked = max_of(0, min_of(tile.count, masked_keys(p) - tile.begin));
   const bool covers_tile = masked == tile.count;
-  const int64_t before = p.causal ? row.query + p.causal_offset + 1 - tile.begin : masked;
-  const int64_t visible = max_of(0, min_of(before, masked));
-  if (visible == 0 && covers_tile) return {FewKind::Skip, nullptr};
+  const KeySpan keys = keys_of_query(p, batch, row.query);
+  const int64_t before = max_of(0, keys.begin - tile.begin), end = min_of(keys.end - tile.begin, masked);
+  const KeySpan seen = span_of(before, end);
+  if (seen.empty() && covers_tile) return {FewKind::Skip, nullptr};
   Scalar* addend = out.addends + row.index * kFewKeys;
   bool first = true;
   for (const MaskView& m : p.masks) {
     if (m.kind == MaskKind::None) continue;
     const int64_t offset =
-        batch * m.stride_b + row.head * m.stride_h + row.query * m.stride_q + tile.begin * m.stride_k;
-    const FewKind kind = scan_few_mask(m, offset, visible);
+        batch * m.stride_b + row.head * m.stride_h + row.query * m.stride_q + (tile.begin + seen.begin) * m.stride_k;
+    const int64_t count = seen.end - seen.begin;
+    const FewKind kind = scan_few_mask(m, offset, count);
     if (kind == FewKind::Skip && covers_tile) return {FewKind::Skip, nullptr};
     if (kind == FewKind::Plain) continue;
-    Scalar* target = first ? addend : out.second;
-    out.hides_pairs |= m.stride_k == 1 ? read_few_addends<true>(m, offset, visible, target)
-                                       : read_few_addends<false>(m, offset, visible, target);
-    for (int64_t k = 0; !first && k < visible; k += V::kWidth) {
+    Scalar* target = (first ? addend : out.second) + seen.begin;
+    out.hides_pairs |= m.stride_k == 1 ? read_few_addends<true>(m, offset, count, target)
+                                       : read_few_addends<false>(m, offset, count, target);
+    for (int64_t k = seen.begin / V::kWidth * V::kWidth; !first && k < seen.end; k += V::kWidth) {
       V::store(addend + k, combine_addends<V>(V::load(addend + k), V::load(out.second + k)));
     }
     first = false;
   }
-  if (first && visible == masked) return {FewKind::Plain, nullptr};
-  for (int64_t k = 0; first && k < visible; ++k) addend[k] = 0;
-  for (int64_t k = visible; k < masked; ++k) addend[k] = -V::kInfinity;
+  const bool sees_all = seen.begin == 0 && seen.end == masked;
+  if (first && sees_all) return {FewKind::Plain, nullptr};
+  for (int64_t k = 0; k < seen.begin; ++k) addend[k] = -V::kInfinity;
+  for (int64_t k = seen.begin; first && k < seen.end; ++k) addend[k] = 0;
+  for (int64_t k = seen.end; k < masked; ++k) addend[k] = -V::kInfinity;
   for (int64_t k = masked; k < round_up(tile.count, V::kWidth); ++k) addend[k] = 0;
-  out.hides_pairs |= visible < masked;
+  out.hides_pairs |= !sees_all;
   return {FewKind::Masked, addend};
 }
 
 // Whether all masks say of a row what they said of the one before it.
 MHA_EXT_INLINE bool like_row_before(const AttentionParams& p, const RowCursor& row) {
-  bool alike = row.index > 0 && !p.causal;
+  bool alike = row.index > 0 && !p.causal && !p.is_bounded();
   for (const MaskView& m : p.masks) {
     if (m.kind != MaskKind::None) alike &= m.stride_q == 0 && (m.stride_h == 0 || row.query > 0);
   }

@@ -34,16 +34,20 @@ struct FewScratch {
   }
 };
 
+// A sink is in the softmax once: in the first range of keys, or where all of them are run over.
 template <class V>
-void start_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, FewScratch<V>& s) {
+void start_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, bool with_sink,
+               FewScratch<V>& s) {
   using Scalar = typename V::Scalar;
   const Scalar scale = static_cast<Scalar>(p.scale);
   for (RowCursor row(p, range, rows); row.index < rows.count; row.next()) {
     read_rows<V>(p.query, {range.batch, row.head, row.query, 1}, 1, p.head_dim, scale,
                  s.queries + row.index * s.head.padded(), s.head.padded());
-    s.maximum[row.index] = -V::kInfinity;
+    const Scalar maximum = with_sink ? first_maximum<V>(p, row.head) : -V::kInfinity;
+    s.maximum[row.index] = maximum;
+    V::store(s.sum + row.index * V::kWidth, V::zero());
+    s.sum[row.index * V::kWidth] = first_sum(maximum);
   }
-  __builtin_memset(s.sum, 0, static_cast<size_t>(rows.count * V::kWidth) * sizeof(Scalar));
   __builtin_memset(s.accumulator, 0, static_cast<size_t>(rows.count * s.value.padded()) * sizeof(Scalar));
 }
 
@@ -91,6 +95,15 @@ typename V::Scalar few_sum(const FewScratch<V>& s, int64_t r) {
   return sum;
 }
 
+template <class V>
+void cap_few_scores(const AttentionParams& p, int64_t keys, typename V::Scalar* scores, const FewMask<V>& mask) {
+  const Softcap<V> cap(p);
+  for (int64_t i = 0; i < mask.active_rows; ++i) {
+    typename V::Scalar* row = scores + mask.active[i] * kFewKeys;
+    for (int64_t k = 0; k < keys; k += V::kWidth) V::store(row + k, cap(V::load(row + k)));
+  }
+}
+
 // P of a tile; false when no row sees any of its keys.
 template <class V>
 bool weigh_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, const QueryBlock& tile,
@@ -98,6 +111,7 @@ bool weigh_few(const AttentionParams& p, const KeyRange& range, const GroupRows&
   if (!resolve_few_masks<V>(p, range, rows, tile, s.mask)) return false;
   with_few_rows<V>(p.key, tile, p.head_dim, rows.count, s.keys,
                    [&](const auto& keys) { multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask); });
+  if (p.softcap > 0) cap_few_scores<V>(p, tile.count, s.scores, s.mask);
   for (int64_t i = 0; i < s.mask.active_rows; ++i) {
     const int64_t r = s.mask.active[i];
     few_softmax<V>(r, tile.count, s.mask.rows[r].addend, s);
@@ -182,8 +196,10 @@ void forward_few(const ForwardParams& f, const GroupRows& rows, const KeyRange& 
   const AttentionParams& p = f.attention;
   Arena arena(scratch);
   FewScratch<V> s(arena, p, few_rows_together<V>(p));
-  start_few<V>(p, range, rows, s);
-  for (int64_t begin = range.begin; begin < range.end; begin += kFewKeys) {
+  start_few<V>(p, range, rows, range.begin == 0, s);
+  const KeySpan seen = keys_to_visit(p, {range.batch, 0, 0, p.num_queries}, 1);
+  const int64_t unseen = max_of(0, seen.begin - range.begin) / kFewKeys * kFewKeys;
+  for (int64_t begin = range.begin + unseen; begin < min_of(range.end, seen.end); begin += kFewKeys) {
     forward_few_tile<V>(p, range, rows, {range.batch, range.kv_head, begin, min_of(kFewKeys, range.end - begin)}, s);
   }
   leave_few<V>(f, range, rows, s);

@@ -1,13 +1,13 @@
 // All kernels, as the table of one instruction set.
 #pragma once
 
-#include "backward_tile.inl.h"
 #include "few_backward.inl.h"
 #include "few_queries.inl.h"
 #include "forward_tile.inl.h"
 #include "kernel_table.h"
 #include "linear_columns.inl.h"
 #include "linear_rows.inl.h"
+#include "mask_gradient.inl.h"
 #include "weights_tile.inl.h"
 
 namespace mha_ext::kernels {

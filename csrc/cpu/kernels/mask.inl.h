@@ -6,8 +6,9 @@
 //   softmax and gradients leave those out.
 #pragma once
 
+#include "bounds.inl.h"
+#include "mask_map.inl.h"
 #include "rows.inl.h"
-#include "tile.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
@@ -45,76 +46,6 @@ struct ByteLanes {
 struct MaskRegion {
   int64_t offset, rows, keys;
 };
-
-enum class Hidden { None, Some, All };
-
-template <class V>
-void map_mask_rows(const MaskView& m, int64_t rows, int64_t keys, uint8_t* map) {
-  using ByteVec = typename V::ByteVec;
-  constexpr int64_t kBytes = sizeof(ByteVec);
-  const auto* data = static_cast<const uint8_t*>(m.data);
-  const uint8_t when_set = m.true_hides ? kMapHidden : kMapVisible,
-                when_clear = m.true_hides ? kMapVisible : kMapHidden;
-  alignas(64) uint8_t any[kBlockKeys], all[kBlockKeys];
-  for (int64_t begin = 0; begin < keys; begin += kBlockKeys) {
-    const int64_t count = min_of(kBlockKeys, keys - begin);
-    const uint8_t* first = data + begin * m.stride_k;
-    int64_t k = 0;
-    for (; m.stride_k == 1 && k + kBytes <= count; k += kBytes) {
-      ByteVec some{}, every = ByteVec{} == 0;
-      for (int64_t q = 0; q < rows; ++q) {
-        const ByteVec set = V::load_bytes(first + q * m.stride_q + k) != 0;
-        some |= set;
-        every &= set;
-      }
-      V::store_bytes(any + k, some);
-      V::store_bytes(all + k, every);
-    }
-    for (; k < count; ++k) {
-      any[k] = 0, all[k] = 1;
-      for (int64_t q = 0; q < rows; ++q) {
-        const bool set = first[q * m.stride_q + k * m.stride_k] != 0;
-        any[k] |= set;
-        all[k] &= set;
-      }
-    }
-    uint8_t entry = 0;
-    for (k = 0; k < count; ++k) {
-      const int64_t bit = k / kMapKeys;
-      if (any[k] != 0) entry |= static_cast<uint8_t>(when_set << bit);
-      if (all[k] == 0) entry |= static_cast<uint8_t>(when_clear << bit);
-    }
-    map[begin / kBlockKeys] = entry;
-  }
-}
-
-// What a mask's map says of a tile.
-MHA_EXT_INLINE Hidden look_up(const MaskView& m, const Tile& t) {
-  const QueryBlock& q = t.queries;
-  const uint8_t* entry = m.map + q.batch * m.map_stride_b + q.head * m.map_stride_h + t.key_begin / kBlockKeys;
-  uint8_t found = 0;
-  for (int64_t row = q.begin / kMapQueries; row * kMapQueries < q.begin + q.count; ++row) {
-    found |= entry[row * m.map_stride_row];
-  }
-  return (found & kMapAllVisible) == 0 ? Hidden::All : (found & kMapAllHidden) == 0 ? Hidden::None : Hidden::Some;
-}
-
-// Leaves out of the tile what a mask's map shows as seen by no query of a vector.
-template <class V>
-void cut_by_map(const MaskView& m, const Tile& t, TileEdge& edge) {
-  static_assert(kMapQueries % V::kWidth == 0, "rows of a map are whole vectors");
-  const QueryBlock& q = t.queries;
-  if (m.map == nullptr || q.begin % kMapQueries != 0) return;
-  const uint8_t* entry = m.map + q.batch * m.map_stride_b + q.head * m.map_stride_h +
-                         q.begin / kMapQueries * m.map_stride_row + t.key_begin / kBlockKeys;
-  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
-    const int visible = entry[c / kMapQueries * m.map_stride_row] / kMapVisible;
-    const KeySpan span = visible == 0  // which ctz and clz are not defined for
-                             ? KeySpan{0, 0}
-                             : KeySpan{__builtin_ctz(visible) * kMapKeys, (32 - __builtin_clz(visible)) * kMapKeys};
-    if (span.begin > 0 || span.end < t.key_count) edge.limit<V>(t, c, span);
-  }
-}
 
 // A bool mask's region as hidden bytes [rows][kBlockKeys], zero behind its keys.
 template <class V>
@@ -202,14 +133,19 @@ void add_addends(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile
   const Scalar* src = static_cast<const Scalar*>(m.data) + r.offset;
   int64_t ld = m.stride_q;
   const bool in_place = m.stride_q != 0 && m.stride_k == 1 && r.keys == kBlockKeys && r.rows == t.lanes;
-  if (!in_place) {
+  if (!in_place && !m.lanes_lie) {
     for (int64_t q = 0; q < r.rows; ++q) {
       for (int64_t k = 0; k < r.keys; ++k) out.rows[q * kBlockKeys + k] = src[q * m.stride_q + k * m.stride_k];
     }
     src = out.rows, ld = kBlockKeys;
   }
   Scalar* dst = first ? out.addend : out.turned;
-  if (m.stride_q != 0) {
+  if (m.lanes_lie) {
+    for (int64_t k = 0; k < r.keys; ++k) {
+      for (int64_t c = 0; c < t.lanes; c += V::kWidth)
+        V::store(dst + k * t.lanes + c, V::load(src + k * m.stride_k + c));
+    }
+  } else if (m.stride_q != 0) {
     if (in_place) prefetch_next_keys(src, ld, r.rows);
     transpose<V>(src, ld, t.lanes, round_up(r.keys, V::kWidth), dst, t.lanes);
   } else {
@@ -227,16 +163,28 @@ void add_addends(const MaskView& m, const Tile& t, const MaskRegion& r, MaskTile
   }
 }
 
-// Hides the pairs with key > query + causal_offset in a tile that appended keys follow.
-template <typename Scalar>
-void add_causal(const AttentionParams& p, const Tile& t, int64_t masked_keys, MaskTile<Scalar>& out) {
+// Hides what lies outside the spans of the tile's queries; false when no pair is left that they show.
+template <class V>
+bool add_bounds(const AttentionParams& p, const Tile& t, int64_t keys, MaskTile<typename V::Scalar>& out) {
+  using Bytes = typename ByteLanes::Vec;
+  const LaneSpans spans(p, t, keys);
+  if (spans.all) return true;
+  const bool covers_tile = keys == t.key_count;
+  if (!spans.any && covers_tile) return false;
   if (!out.has_hidden) __builtin_memset(out.hidden, 0, static_cast<size_t>(kBlockKeys * kBlockQueries));
   out.has_hidden = out.hides_pairs = true;
-  const int64_t diagonal = t.queries.begin + p.causal_offset - t.key_begin;
-  for (int64_t k = 0; k < masked_keys; ++k) {
-    const int64_t hidden = min_of(max_of(0, k - diagonal), t.lanes);
-    __builtin_memset(out.hidden + k * kBlockQueries, 255, static_cast<size_t>(hidden));
+  for (int64_t k = 0; k < keys; ++k) {
+    const auto key = static_cast<uint8_t>(k);
+    uint8_t* row = out.hidden + k * kBlockQueries;
+    for (int64_t c = 0; c < t.lanes; c += ByteLanes::kWidth) {
+      const Bytes before = ByteLanes::load(spans.begin + c) > key, behind = ByteLanes::load(spans.end + c) <= key;
+      ByteLanes::store(row + c, ByteLanes::load(row + c) | before | behind);
+    }
   }
+  for (int64_t c = 0; covers_tile && c < t.lanes; c += V::kWidth) {
+    out.edge.template limit<V>(t, c, spans.together(c, V::kWidth));
+  }
+  return true;
 }
 
 // Finds what hides pairs of the tile; false when no pair is visible.
@@ -245,17 +193,17 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
   out.has_addends = out.has_hidden = out.hides_pairs = false;
   out.edge.cuts = false;
   out.edge.diagonal = TileEdge::kNotCausal;
-  const int64_t masked_keys = max_of(0, min_of(t.key_count, p.num_keys - p.appended_keys - t.key_begin));
-  if (masked_keys == 0) return true;
+  const int64_t keys = max_of(0, min_of(t.key_count, masked_keys(p) - t.key_begin));
+  if (keys == 0) return true;
   const int64_t last_query = t.queries.begin + t.queries.count - 1;
-  const bool covers_tile = masked_keys == t.key_count;
+  const bool covers_tile = keys == t.key_count;
   if (p.causal && covers_tile && t.key_begin > last_query + p.causal_offset) return false;
 
   for (const MaskView& m : p.masks) {
     if (m.kind == MaskKind::None) continue;
     const MaskRegion region{t.queries.batch * m.stride_b + t.queries.head * m.stride_h + t.queries.begin * m.stride_q +
                                 t.key_begin * m.stride_k,
-                            m.stride_q == 0 ? 1 : t.queries.count, masked_keys};
+                            m.stride_q == 0 ? 1 : t.queries.count, keys};
     if (m.kind == MaskKind::Float) {
       add_addends<V>(m, t, region, out);
       continue;
@@ -271,13 +219,10 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
     add_hidden<V>(m, t, region, out);
     if (covers_tile) cut_by_map<V>(m, t, out.edge);
   }
-  if (!p.causal || t.key_begin + masked_keys - 1 <= t.queries.begin + p.causal_offset) return true;
-  if (covers_tile) {
-    out.edge.template cut_causally<V>(t, t.queries.begin + p.causal_offset - t.key_begin);
-    out.hides_pairs = true;
-  } else {
-    add_causal(p, t, masked_keys, out);
-  }
+  if (p.is_bounded() || (p.causal && !covers_tile)) return add_bounds<V>(p, t, keys, out);
+  if (!p.causal || t.key_begin + keys - 1 <= t.queries.begin + p.causal_offset) return true;
+  out.edge.template cut_causally<V>(t, t.queries.begin + p.causal_offset - t.key_begin);
+  out.hides_pairs = true;
   return true;
 }
 

@@ -34,6 +34,7 @@ struct MaskView {
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
   const uint8_t* map = nullptr;  // of a Bool mask, or null: what map_mask_rows found, [row of the map][tile of keys]
   int64_t map_stride_b = 0, map_stride_h = 0, map_stride_row = 0;
+  bool lanes_lie = false;  // stride_q is 1, and a whole vector may be read beyond the last query
 };
 
 // A row of a mask's map stands for kMapQueries queries, an entry for a tile of keys. Bit i of its lower half: among the
@@ -46,7 +47,7 @@ constexpr uint8_t kMapHidden = 1, kMapVisible = 16, kMapAllHidden = 15, kMapAllV
 constexpr int64_t kBlockQueries = 128;
 constexpr int64_t kBlockKeys = 64;
 
-constexpr int kMaxMasks = 2;  // attn_mask and key_padding_mask
+constexpr int kMaxMasks = 3;  // attn_mask, key_padding_mask and the relative bias
 
 // Everything forward and backward share. Query head h reads key/value head h / (heads / kv_heads).
 struct AttentionParams {
@@ -56,13 +57,23 @@ struct AttentionParams {
   int64_t num_queries = 0, num_keys = 0, head_dim = 0, value_dim = 0;
   int64_t appended_keys = 0;  // the last keys, which every query sees
   bool causal = false;
-  int64_t causal_offset = 0;            // causal: key j is visible to query i when j <= i + causal_offset
+  int64_t causal_offset = 0;  // causal: key j is visible to query i when j <= i + causal_offset
+  bool has_left = false;
+  int64_t left_offset = 0;  // has_left: key j is visible to query i when j >= i + left_offset
+  // Unless null: query i of sample b sees keys [range_first[b * range_stride_b + i], range_last[...]) only.
+  const int32_t *range_first = nullptr, *range_last = nullptr;
+  int64_t range_stride_b = 0;
+  const void* sink = nullptr;           // a logit a head in every row's softmax, in the compute type; or null
+  double softcap = 0.0;                 // when positive, scores become softcap tanh(score / softcap)
   int64_t query_block = kBlockQueries;  // queries a block, at most kBlockQueries
   double scale = 1.0;
   bool dropout = false;
   uint32_t drop_below = 0;  // a pair is kept when its hash is >= drop_below
   double keep_scale = 1.0;  // 1 / (1 - dropout_p)
   uint64_t seed = 0;
+
+  // Whether something other than the causal order bounds the keys of a query.
+  bool is_bounded() const { return has_left || range_first != nullptr; }
 };
 
 // out (B, H, T_q, D_v) and lse (B, H, T_q) contiguous, in the compute type. Rows with no visible key: out 0, lse -inf.
@@ -105,8 +116,8 @@ struct WeightsParams {
   double factor = 1.0;
 };
 
-// Where the gradient of a float mask is added: contiguous (B or 1, H or 1, T_q or 1, T_kv or 1) in the compute type,
-// broadcast axes having stride zero.
+// Where the gradient of a float mask is added: (B or 1, H or 1, T_q or 1, T_kv or 1) in the compute type, broadcast
+// axes having stride zero. A relative bias' queries have stride 1 and its keys stride -1.
 struct MaskGradientView {
   void* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;

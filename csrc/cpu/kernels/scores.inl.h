@@ -3,7 +3,7 @@
 #pragma once
 
 #include "mask.inl.h"
-#include "softmax.inl.h"
+#include "softcap.inl.h"
 #include "terms.inl.h"
 
 namespace mha_ext::kernels {
@@ -138,14 +138,16 @@ ScoredTile<V> score_tile(const AttentionParams& p, const Tile& t, ScoreScratch<V
                                            s.scores,       t.lanes,      terms_in<Term>(p.head_dim)};
   g.times = static_cast<typename V::Scalar>(p.scale);
   pair_product<V>(t, s.mask.edge, g);
+  if (p.softcap > 0) cap_scores<V>(p, t, s.mask.edge, s.scores);
   return tile;
 }
 
 // Maximum and sum over all keys, from the start.
 template <class V>
 void run_softmax(const AttentionParams& p, const QueryBlock& block, int64_t lanes, ScoreScratch<V>& s) {
-  clear<V>(s.softmax, lanes);
-  for (int64_t begin = 0; begin < p.num_keys; begin += kBlockKeys) {
+  clear<V>(p, block.head, s.softmax, lanes);
+  const KeySpan keys = keys_to_visit(p, block, kBlockKeys);
+  for (int64_t begin = keys.begin; begin < keys.end; begin += kBlockKeys) {
     const Tile t{block, lanes, begin, min_of(kBlockKeys, p.num_keys - begin)};
     if (!score_tile<V>(p, t, s).visible) continue;
     apply_mask<V>(t, s.mask, s.scores);

@@ -64,11 +64,23 @@ struct RunningSoftmax {
   Scalar* rescale;  // factor that the accumulator must take before the next tile is added
 };
 
+// What the softmax of a head's rows starts from: nothing, or its sink, which is like a key of that score.
 template <class V>
-void clear(const RunningSoftmax<typename V::Scalar>& state, int64_t lanes) {
+MHA_EXT_INLINE typename V::Scalar first_maximum(const AttentionParams& p, int64_t head) {
+  return p.sink == nullptr ? -V::kInfinity : static_cast<const typename V::Scalar*>(p.sink)[head];
+}
+
+template <typename Scalar>
+MHA_EXT_INLINE Scalar first_sum(Scalar first_maximum) {
+  return first_maximum == -FloatFormat<Scalar>::kInfinity ? Scalar(0) : Scalar(1);
+}
+
+template <class V>
+void clear(const AttentionParams& p, int64_t head, const RunningSoftmax<typename V::Scalar>& state, int64_t lanes) {
+  const auto maximum = first_maximum<V>(p, head), sum = first_sum(maximum);
   for (int64_t q = 0; q < lanes; ++q) {
-    state.maximum[q] = -V::kInfinity;
-    state.sum[q] = 0;
+    state.maximum[q] = maximum;
+    state.sum[q] = sum;
   }
 }
 
