@@ -37,10 +37,8 @@ at::Tensor columns_of(const AttentionArguments& a) {
   return at::arange(num_masked_keys(a), a.query.options().dtype(at::kLong));
 }
 
-// j - i of every pair, (T_q, keys).
-at::Tensor distances(const AttentionArguments& a) {
-  const at::Tensor columns = columns_of(a);
-  return columns - at::arange(a.query.sym_size(2), columns.options()).unsqueeze(-1);
+at::Tensor rows_of(const AttentionArguments& a) {
+  return at::arange(a.query.sym_size(2), a.query.options().dtype(at::kLong));
 }
 
 // True at pairs that the causal order or a window hides, (1, 1, T_q, keys); undefined when there is neither.
@@ -50,10 +48,13 @@ at::Tensor beyond_window(const AttentionArguments& a) {
   if (!causal && left == kNoLimit && right == kNoLimit) return {};
   const bool lower_right = a.causal == kLowerRight || a.causal == kLowerRightPositions;
   const c10::SymInt offset = lower_right ? num_masked_keys(a) - a.query.sym_size(2) : c10::SymInt(0);
-  const at::Tensor distance = distances(a) - at::Scalar(offset);
+  const at::Tensor distance = columns_of(a) - rows_of(a).unsqueeze(-1);
   at::Tensor hidden;
-  if (causal || right != kNoLimit) hidden = distance.gt(causal ? 0 : right);
-  if (left != kNoLimit) hidden = hidden.defined() ? hidden.logical_or(distance.lt(-left)) : distance.lt(-left);
+  if (causal || right != kNoLimit) hidden = distance.gt(offset + (causal ? 0 : right));
+  if (left != kNoLimit) {
+    const at::Tensor before = distance.lt(offset - left);
+    hidden = hidden.defined() ? hidden.logical_or(before) : before;
+  }
   return hidden.unsqueeze(0).unsqueeze(0);
 }
 
@@ -62,10 +63,13 @@ at::Tensor outside_range(const AttentionArguments& a) {
   return columns.lt(bounds.select(0, 0)).logical_or(columns.ge(bounds.select(0, 1)));
 }
 
+// Which entry of the relative bias a pair has: T_q - 1 + j - i, (T_q, keys).
+at::Tensor bias_entries(const AttentionArguments& a) { return columns_of(a) + rows_of(a).flip(0).unsqueeze(-1); }
+
 // The relative bias as a mask over pairs.
 at::Tensor bias_of_pairs(const AttentionArguments& a) {
   const at::Tensor& bias = a.variants.relative_bias;
-  const at::Tensor entries = distances(a) + at::Scalar(a.query.sym_size(2) - 1);
+  const at::Tensor entries = bias_entries(a);
   return bias.index_select(-1, entries.flatten()).unflatten_symint(-1, entries.sym_sizes());
 }
 
@@ -168,7 +172,7 @@ at::Tensor weighted_sum(const at::Tensor& weights, const Operand& x, const at::T
 
 at::Tensor bias_gradient(const AttentionArguments& a, const at::Tensor& grad_scores) {
   const at::Tensor& bias = a.variants.relative_bias;
-  const at::Tensor entries = distances(a) + at::Scalar(a.query.sym_size(2) - 1);
+  const at::Tensor entries = bias_entries(a);
   const std::array<c10::SymInt, 3> shape{grad_scores.sym_size(0), grad_scores.sym_size(1), bias.sym_size(2)};
   const at::Tensor sums = at::zeros_symint(shape, grad_scores.options());
   return sums.index_add(-1, entries.flatten(), grad_scores.flatten(2)).sum_to_size_symint(bias.sym_sizes());

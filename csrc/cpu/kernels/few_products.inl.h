@@ -28,10 +28,13 @@ void multiply_few(const typename V::Scalar* own, const RowVectors<V>& columns, c
                   int64_t count, typename V::Scalar* products, const FewMask<V>& mask) {
   const int64_t* end = mask.active + mask.active_rows;
   for (int64_t k = 0; k < count; k += few_keys_together<V>()) {
-    const OtherRows<V, Element> some(others, k, count);
+    OtherRows<V, Element> some(others, k, count);
+    some.next = others.data + (k + few_keys_together<V>()) * others.ld;
     const int64_t* at = mask.active;
-    for (; end - at >= 3 && end - at != 4; at += 3) multiply_some<V, 3>(own, columns, some, at, products + k);
-    for (; end - at >= 2; at += 2) multiply_some<V, 2>(own, columns, some, at, products + k);
+    for (; end - at >= 3 && end - at != 4; at += 3, some.next = nullptr) {
+      multiply_some<V, 3>(own, columns, some, at, products + k);
+    }
+    for (; end - at >= 2; at += 2, some.next = nullptr) multiply_some<V, 2>(own, columns, some, at, products + k);
     if (at < end) multiply_some<V, 1>(own, columns, some, at, products + k);
   }
 }
@@ -43,12 +46,13 @@ struct FewWeighted {
   Rows<Element> rows;
   int64_t count;
   bool look;
+  const int64_t* first = nullptr;  // of the rows that take part
 };
 
 template <class V, typename Element>
 FewWeighted<V, Element> few_weighted(const typename V::Scalar* weights, const Rows<Element>& rows, int64_t count,
                                      bool look) {
-  return {weights, rows, count, look};
+  return {weights, rows, count, look, nullptr};
 }
 
 template <class V, int kOwn, bool kLook, typename Element>
@@ -62,15 +66,19 @@ __attribute__((noinline)) void add_some_products(const FewWeighted<V, Element>& 
     weights[j] = w.weights + at[j] * kFewKeys + key;
     sum[j] = sums + at[j] * columns.padded();
   }
-  const WeightedRows<V, Element> some{
-      {w.rows.data + key * w.rows.ld, w.rows.ld}, min_of(kFewStep, w.count - key), kLook ? addend + key : nullptr, 1};
+  const WeightedRows<V, Element> some{{w.rows.data + key * w.rows.ld, w.rows.ld},
+                                      min_of(kFewStep, w.count - key),
+                                      kLook ? addend + key : nullptr,
+                                      1,
+                                      at == w.first ? kFewStep : 0};
   add_weighted<V, Sums::SideBySide, kOwn, kLook>(some, weights, columns, sum);
 }
 
 // sums[r] += sum_k weights[r][k] rows[k], a few keys at a time, which stay in the nearest cache for all rows.
 template <class V, typename Element>
-void add_few_products(const FewWeighted<V, Element>& w, const RowVectors<V>& columns, typename V::Scalar* sums,
+void add_few_products(FewWeighted<V, Element> w, const RowVectors<V>& columns, typename V::Scalar* sums,
                       const FewMask<V>& mask) {
+  w.first = mask.active;
   const int64_t* end = mask.active + mask.active_rows;
   for (int64_t k = 0; k < w.count; k += kFewStep) {
     const int64_t* at = mask.active;
