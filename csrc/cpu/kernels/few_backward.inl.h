@@ -141,7 +141,7 @@ struct FewColumnSums {
 template <class V, int kOwn, bool kLook>
 __attribute__((noinline)) void few_column_sums(const FewColumnSums<V>& g, int64_t key, typename V::Scalar* out,
                                                int64_t ld) {
-  FewPointers<V> weights;
+  FewPointers<typename V::Scalar> weights;
   typename V::Scalar* sums[kFewTogether];
 #pragma GCC unroll 4
   for (int j = 0; j < kOwn; ++j) {

@@ -7,11 +7,11 @@ namespace mha_ext::kernels {
 namespace {
 
 // What rows at[0 .. kOwn) of `own` give with some keys, from `products` on.
-template <class V, int kOwn, typename Element>
-__attribute__((noinline)) void multiply_some(const typename V::Scalar* own, const RowVectors<V>& columns,
+template <class V, int kOwn, typename Own, typename Element>
+__attribute__((noinline)) void multiply_some(const Own* own, const RowVectors<V>& columns,
                                              const OtherRows<V, Element>& others, const int64_t* at,
                                              typename V::Scalar* products) {
-  FewPointers<V> rows;
+  FewPointers<Own> rows;
   typename V::Scalar* results[kFewTogether];
 #pragma GCC unroll 4
   for (int j = 0; j < kOwn; ++j) {
@@ -23,9 +23,9 @@ __attribute__((noinline)) void multiply_some(const typename V::Scalar* own, cons
 
 // products[r][k] = own[r] . others[k]: keys outside, rows inside, so that the keys come from the nearest cache for all
 // rows.
-template <class V, typename Element>
-void multiply_few(const typename V::Scalar* own, const RowVectors<V>& columns, const Rows<Element>& others,
-                  int64_t count, typename V::Scalar* products, const FewMask<V>& mask) {
+template <class V, typename Own, typename Element>
+void multiply_few(const Own* own, const RowVectors<V>& columns, const Rows<Element>& others, int64_t count,
+                  typename V::Scalar* products, const FewMask<V>& mask) {
   const int64_t* end = mask.active + mask.active_rows;
   for (int64_t k = 0; k < count; k += few_keys_together<V>()) {
     OtherRows<V, Element> some(others, k, count);
@@ -59,9 +59,9 @@ template <class V, int kOwn, bool kLook, typename Element>
 __attribute__((noinline)) void add_some_products(const FewWeighted<V, Element>& w, const RowVectors<V>& columns,
                                                  int64_t key, const int64_t* at, typename V::Scalar* sums,
                                                  const typename V::Scalar* addend) {
-  FewPointers<V> weights;
+  FewPointers<typename V::Scalar> weights;
   typename V::Scalar* sum[kFewTogether];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
     weights[j] = w.weights + at[j] * kFewKeys + key;
     sum[j] = sums + at[j] * columns.padded();
@@ -70,8 +70,20 @@ __attribute__((noinline)) void add_some_products(const FewWeighted<V, Element>& 
                                       min_of(kFewStep, w.count - key),
                                       kLook ? addend + key : nullptr,
                                       1,
-                                      at == w.first ? kFewStep : 0};
+                                      at == w.first};
   add_weighted<V, Sums::SideBySide, kOwn, kLook>(some, weights, columns, sum);
+}
+
+// As many of the `left` rows together as make their rounds even; returns how many.
+template <class V, typename Element>
+int64_t add_most_products(const FewWeighted<V, Element>& w, const RowVectors<V>& columns, int64_t key,
+                          const int64_t* at, int64_t left, typename V::Scalar* sums) {
+  const auto add = [&](auto run) { run(w, columns, key, at, sums, nullptr); };
+  if (left == 6 || left > 8) return add(add_some_products<V, 6, false, Element>), 6;
+  if (left == 4 || left > 6) return add(add_some_products<V, 4, false, Element>), 4;
+  if (left >= 3) return add(add_some_products<V, 3, false, Element>), 3;
+  if (left == 2) return add(add_some_products<V, 2, false, Element>), 2;
+  return add(add_some_products<V, 1, false, Element>), 1;
 }
 
 // sums[r] += sum_k weights[r][k] rows[k], a few keys at a time, which stay in the nearest cache for all rows.
@@ -87,9 +99,7 @@ void add_few_products(FewWeighted<V, Element> w, const RowVectors<V>& columns, t
       addend != nullptr ? add_some_products<V, 1, true>(w, columns, k, at, sums, addend)
                         : add_some_products<V, 1, false>(w, columns, k, at, sums, nullptr);
     }
-    for (; end - at >= 3 && end - at != 4; at += 3) add_some_products<V, 3, false>(w, columns, k, at, sums, nullptr);
-    for (; end - at >= 2; at += 2) add_some_products<V, 2, false>(w, columns, k, at, sums, nullptr);
-    if (at < end) add_some_products<V, 1, false>(w, columns, k, at, sums, nullptr);
+    while (at < end) at += add_most_products<V>(w, columns, k, at, end - at, sums);
   }
 }
 

@@ -13,16 +13,27 @@
 namespace mha_ext::kernels {
 namespace {
 
+// Whether keys are multiplied in pairs: rows of whole vectors, read in place.
+template <class V>
+bool multiplies_few_pairs(const AttentionParams& p) {
+  const TensorView& k = p.key;
+  return V::kMultipliesPairs && k.type == ElementType::BFloat16 && k.stride_d == 1 && k.stride_t % 2 == 0 &&
+         p.head_dim % (2 * V::kWidth) == 0;
+}
+
 template <class V>
 struct FewScratch {
   using Scalar = typename V::Scalar;
   RowVectors<V> head, value;  // of a row of Q and K, of V and O
   Scalar *queries, *keys, *values, *scores;
+  typename V::Term* query_pairs = nullptr;        // Q as it is, where keys are multiplied in pairs
   Scalar *maximum, *sum, *accumulator, *out_row;  // sum: [rows][lanes]
   FewMask<V> mask;
 
   FewScratch(Arena& arena, const AttentionParams& p, int64_t rows) : head(p.head_dim), value(p.value_dim) {
     queries = arena.take<Scalar>(rows * head.padded());
+    if (multiplies_few_pairs<V>(p))
+      query_pairs = arena.take<typename V::Term>(rows * terms_in<typename V::Term>(p.head_dim));
     keys = arena.take<Scalar>(kFewKeys * head.padded());
     values = arena.take<Scalar>(kFewKeys * value.padded());
     scores = arena.take<Scalar>(rows * kFewKeys);
@@ -43,6 +54,11 @@ void start_few(const AttentionParams& p, const KeyRange& range, const GroupRows&
   for (RowCursor row(p, range, rows); row.index < rows.count; row.next()) {
     read_rows<V>(p.query, {range.batch, row.head, row.query, 1}, 1, p.head_dim, scale,
                  s.queries + row.index * s.head.padded(), s.head.padded());
+    if constexpr (V::kMultipliesPairs) {
+      const int64_t pairs = p.head_dim / 2;
+      const QueryBlock one{range.batch, row.head, row.query, 1};
+      if (s.query_pairs != nullptr) read_pairs(p.query, one, 1, p.head_dim, s.query_pairs + row.index * pairs, pairs);
+    }
     const Scalar maximum = with_sink ? first_maximum<V>(p, row.head) : -V::kInfinity;
     s.maximum[row.index] = maximum;
     V::store(s.sum + row.index * V::kWidth, V::zero());
@@ -96,6 +112,15 @@ typename V::Scalar few_sum(const FewScratch<V>& s, int64_t r) {
 }
 
 template <class V>
+void scale_few_scores(const AttentionParams& p, int64_t keys, typename V::Scalar* scores, const FewMask<V>& mask) {
+  const auto scale = static_cast<typename V::Scalar>(p.scale);
+  for (int64_t i = 0; i < mask.active_rows; ++i) {
+    typename V::Scalar* row = scores + mask.active[i] * kFewKeys;
+    for (int64_t k = 0; k < keys; k += V::kWidth) V::store(row + k, V::load(row + k) * scale);
+  }
+}
+
+template <class V>
 void cap_few_scores(const AttentionParams& p, int64_t keys, typename V::Scalar* scores, const FewMask<V>& mask) {
   const Softcap<V> cap(p);
   for (int64_t i = 0; i < mask.active_rows; ++i) {
@@ -104,13 +129,28 @@ void cap_few_scores(const AttentionParams& p, int64_t keys, typename V::Scalar* 
   }
 }
 
+// S of a tile before masks and softcap.
+template <class V>
+void multiply_few_keys(const AttentionParams& p, const QueryBlock& tile, int64_t rows, FewScratch<V>& s) {
+  if constexpr (V::kMultipliesPairs) {
+    if (s.query_pairs != nullptr) {
+      const Rows<BFloat16Pair> keys{pointer_to<BFloat16Pair>(static_cast<const void*>(first_half(p.key, tile))),
+                                    p.key.stride_t / 2};
+      multiply_few<V>(s.query_pairs, RowVectors<V>(p.head_dim / 2), keys, tile.count, s.scores, s.mask);
+      scale_few_scores<V>(p, tile.count, s.scores, s.mask);
+      return;
+    }
+  }
+  with_few_rows<V>(p.key, tile, p.head_dim, rows, s.keys,
+                   [&](const auto& keys) { multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask); });
+}
+
 // P of a tile; false when no row sees any of its keys.
 template <class V>
 bool weigh_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, const QueryBlock& tile,
                FewScratch<V>& s) {
   if (!resolve_few_masks<V>(p, range, rows, tile, s.mask)) return false;
-  with_few_rows<V>(p.key, tile, p.head_dim, rows.count, s.keys,
-                   [&](const auto& keys) { multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask); });
+  multiply_few_keys<V>(p, tile, rows.count, s);
   if (p.softcap > 0) cap_few_scores<V>(p, tile.count, s.scores, s.mask);
   for (int64_t i = 0; i < s.mask.active_rows; ++i) {
     const int64_t r = s.mask.active[i];

@@ -6,10 +6,10 @@
 namespace mha_ext::kernels {
 namespace {
 
-constexpr int64_t kFewKeys = 128;   // keys a tile
-constexpr int64_t kFewRows = 64;    // rows that run together at most
-constexpr int64_t kFewStep = 32;    // keys that are added up at a time
-constexpr int64_t kFewWidened = 4;  // rows that run together while half types are widened for each of their rounds
+constexpr int64_t kFewKeys = 128;    // keys a tile
+constexpr int64_t kFewRows = 64;     // rows that run together at most
+constexpr int64_t kFewStep = 32;     // keys that are added up at a time
+constexpr int64_t kFewWidened = 16;  // rows that run together while half types are widened for each of their rounds
 
 // How vectors cover a row: side by side, and one more up to the row's end where it is no whole number of vectors. That
 // one overlaps its neighbour, so that nothing behind the row is read. Rows shorter than a vector are padded copies.
@@ -64,10 +64,10 @@ void with_few_rows(const TensorView& t, const QueryBlock& rows, int64_t cols, in
 }
 
 // Rows of our own that run together share each vector of K or V that is read.
-constexpr int kFewTogether = 3;
+constexpr int kFewTogether = 6;
 
-template <class V>
-using FewPointers = const typename V::Scalar* [kFewTogether];
+template <typename Number>
+using FewPointers = const Number* [kFewTogether];
 
 // Keys whose products with a row are formed at a time: whole vectors of results.
 template <class V>
@@ -114,12 +114,12 @@ MHA_EXT_INLINE typename V::Vec add_lanes(const typename V::Vec* sums) {
 
 // Products of kOwn rows with kRows others, every kStep-th from kFirst on: vectors of kRows partial sums a row, or whole
 // results where a vector is no longer than kRows.
-template <class V, int kOwn, int kRows, int kFirst, int kStep, typename Element>
-MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V, Element>& others,
+template <class V, int kOwn, int kRows, int kFirst, int kStep, typename Own, typename Element>
+MHA_EXT_INLINE void multiply_rows(const FewPointers<Own>& own, const OtherRows<V, Element>& others,
                                   const RowVectors<V>& columns, typename V::Vec* results) {
   using Vec = typename V::Vec;
   Vec sum[kOwn][kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sum[j][i] = V::zero();
@@ -131,20 +131,19 @@ MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V, 
   const int64_t end = columns.whole * V::kWidth;
   int64_t c = 0;
   do {
-    Vec x[kOwn];
-#pragma GCC unroll 4
+    decltype(V::load(own[0])) x[kOwn];
+#pragma GCC unroll 8
     for (int j = 0; j < kOwn; ++j) x[j] = V::load(own[j] + c);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec y = V::load(others.row[kFirst + kStep * i] + c);
+      const auto y = V::load(others.row[kFirst + kStep * i] + c);
 #pragma GCC unroll 4
-      for (int j = 0; j < kOwn; ++j) sum[j][i] += x[j] * y;
+      for (int j = 0; j < kOwn; ++j) sum[j][i] = V::add_product(sum[j][i], x[j], y);
     }
     c += V::kWidth;
   } while (c < end);
-  if (columns.tail != 0) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+  if constexpr (kNumbersIn<Own> == 1) {  // pairs have no tail
+    for (int i = 0; i < kRows && columns.tail != 0; ++i) {
       const Vec y = V::select(columns.fresh, V::load(others.row[kFirst + kStep * i] + columns.tail), V::zero());
 #pragma GCC unroll 4
       for (int j = 0; j < kOwn; ++j) {
@@ -153,7 +152,7 @@ MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V, 
     }
   }
   constexpr int kTogether = kRows < V::kWidth ? kRows : V::kWidth;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
 #pragma GCC unroll 4
     for (int i = 0; i < kRows / kTogether; ++i) {
@@ -163,8 +162,8 @@ MHA_EXT_INLINE void multiply_rows(const FewPointers<V>& own, const OtherRows<V, 
 }
 
 // products[j][k] = own[j] . others.row[k].
-template <class V, int kOwn, typename Element>
-MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V, Element>& others,
+template <class V, int kOwn, typename Own, typename Element>
+MHA_EXT_INLINE void dot_products(const FewPointers<Own>& own, const OtherRows<V, Element>& others,
                                  const RowVectors<V>& columns, typename V::Scalar* const* products) {
   constexpr int W = V::kWidth;
   constexpr int kRows = kOwn == 1 ? 8 : V::kGemmRows;  // sums in flight that hide an addition's latency, in registers
@@ -173,7 +172,7 @@ MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V, E
     typename V::Vec even[kOwn], odd[kOwn];
     multiply_rows<V, kOwn, kRows, 0, 2>(own, others, columns, even);
     multiply_rows<V, kOwn, kRows, 1, 2>(own, others, columns, odd);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < kOwn; ++j) {
       V::store(products[j], V::interleave_low(even[j], odd[j]) + V::interleave_high(even[j], odd[j]));
     }
@@ -181,7 +180,7 @@ MHA_EXT_INLINE void dot_products(const FewPointers<V>& own, const OtherRows<V, E
     constexpr int kVectors = kRows / W;
     typename V::Vec results[kOwn * kVectors];
     multiply_rows<V, kOwn, kRows, 0, 1>(own, others, columns, results);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < kOwn * kVectors; ++j) V::store(products[j / kVectors] + j % kVectors * W, results[j]);
     if constexpr (kRows < few_keys_together<V>()) {
       static_assert(kRows * 2 == few_keys_together<V>(), "two halves");
@@ -200,40 +199,42 @@ struct WeightedRows {
   int64_t count;
   const typename V::Scalar* addend;
   int64_t step;
-  int64_t ahead = 0;  // rows that far on are fetched, unless 0
+  bool fetches = false;  // rows that come after those in use
 };
 
-constexpr int64_t kFewFetched = 8;  // at a time
+constexpr int64_t kFewFetched = 8, kFewAhead = 16;  // rows fetched at a time, and how far on
 
 // Sums may begin afresh, and lie as rows do then; else they are added to, their vectors side by side.
 enum class Sums { Fresh, SideBySide };
 
 template <class V, int kOwn, int kVectors, bool kLook, typename Element>
-MHA_EXT_INLINE void add_one_row(const WeightedRows<V, Element>& w, const FewPointers<V>& weights,
+MHA_EXT_INLINE void add_one_row(const WeightedRows<V, Element>& w, const FewPointers<typename V::Scalar>& weights,
                                 const Element* const* row, int64_t k, typename V::Vec (&sum)[kOwn][kVectors]) {
   if (kLook && w.addend[k * w.step] == -V::kInfinity) return;
   typename V::Vec weight[kOwn];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) weight[j] = V::broadcast(weights[j][k * w.step]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     const typename V::Vec x = V::load(row[v] + k * w.rows.ld);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < kOwn; ++j) sum[j][v] += weight[j] * x;
   }
 }
 
-// Even and odd rows are added up apart: twice the sums in flight.
+// Even and odd rows are added up apart where few rows of our own leave few sums in flight.
 template <class V, Sums kSums, int kOwn, int kVectors, bool kLook, typename Element>
-MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V, Element>& w, const FewPointers<V>& weights,
-                                       const RowVectors<V>& columns, int64_t slot, typename V::Scalar* const* sums) {
+MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V, Element>& w,
+                                       const FewPointers<typename V::Scalar>& weights, const RowVectors<V>& columns,
+                                       int64_t slot, typename V::Scalar* const* sums) {
+  constexpr bool kApart = kOwn * kVectors <= 12;
   typename V::Vec even[kOwn][kVectors], odd[kOwn][kVectors];
   const Element* row[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) row[v] = w.rows.data + columns.offset(slot + v);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       even[j][v] = kSums == Sums::Fresh ? V::zero() : V::load(sums[j] + (slot + v) * V::kWidth);
       odd[j][v] = V::zero();
@@ -241,31 +242,38 @@ MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V, Element>& w, const 
   }
   int64_t k = 0;
   for (; k + 2 <= w.count; k += 2) {
-    if (w.ahead != 0 && slot == 0 && k % kFewFetched == 0) {
-      prefetch_rows<V>(w.rows.data + (k + w.ahead) * w.rows.ld, w.rows.ld, kFewFetched, columns);
+    if (w.fetches && slot == 0 && k % kFewFetched == 0) {
+      prefetch_rows<V>(w.rows.data + (k + kFewAhead) * w.rows.ld, w.rows.ld, kFewFetched, columns);
     }
     add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, even);
-    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k + 1, odd);
+    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k + 1, kApart ? odd : even);
   }
   if (k < w.count) add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, even);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = kSums == Sums::Fresh ? columns.offset(slot + v) : (slot + v) * V::kWidth;
-      V::store(sums[j] + at, even[j][v] + odd[j][v]);
+      V::store(sums[j] + at, kApart ? even[j][v] + odd[j][v] : even[j][v]);
     }
   }
 }
 
 // sums[j] (+)= weights[j][k] row[k] over k.
 template <class V, Sums kSums, int kOwn, bool kLook, typename Element>
-MHA_EXT_INLINE void add_weighted(const WeightedRows<V, Element>& w, const FewPointers<V>& weights,
+MHA_EXT_INLINE void add_weighted(const WeightedRows<V, Element>& w, const FewPointers<typename V::Scalar>& weights,
                                  const RowVectors<V>& columns, typename V::Scalar* const* sums) {
-  constexpr int kVectors = kOwn == 1 || V::kGemmRows == 8 ? 4 : 2;
+  constexpr bool kManyRegisters = V::kGemmRows == 8;
   int64_t slot = 0;
-  for (; slot + kVectors <= columns.slots(); slot += kVectors) {
-    add_weighted_slots<V, kSums, kOwn, kVectors, kLook>(w, weights, columns, slot, sums);
+  if constexpr (kManyRegisters && kOwn <= 3) {  // whole rows of 128 floats: once through them
+    for (; slot + 8 <= columns.slots(); slot += 8) {
+      add_weighted_slots<V, kSums, kOwn, 8, kLook>(w, weights, columns, slot, sums);
+    }
+  }
+  if constexpr (kManyRegisters || kOwn == 1) {
+    for (; slot + 4 <= columns.slots(); slot += 4) {
+      add_weighted_slots<V, kSums, kOwn, 4, kLook>(w, weights, columns, slot, sums);
+    }
   }
   for (; slot + 2 <= columns.slots(); slot += 2) {
     add_weighted_slots<V, kSums, kOwn, 2, kLook>(w, weights, columns, slot, sums);
