@@ -13,6 +13,7 @@ from mha_ext import _flops as _flops  # registers the operation counts
 from mha_ext import errors, functional, reference
 from mha_ext._C import available_cpu_capabilities, build_info, cpu_capability, set_cpu_capability
 from mha_ext.activation import activate, deactivate
+from mha_ext.cache import KVCache
 from mha_ext.chapter import (
     attention_backward,
     attention_forward,
@@ -28,6 +29,7 @@ from mha_ext.module import MultiheadAttention
 __version__ = "0.1.0"
 
 __all__ = [
+    "KVCache",
     "MultiheadAttention",
     "activate",
     "attention_backward",
