@@ -60,6 +60,8 @@ class Int8Codec:
         self.dtype = dtype
         self.scale_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.least = torch.finfo(self.scale_dtype).tiny
+        top = torch.tensor(torch.finfo(self.scale_dtype).max, dtype=self.scale_dtype) / 127
+        self.top, self.below = top.item(), top.nextafter(torch.zeros_like(top)).item()
 
     def columns(self, sizes: Sizes) -> list[tuple[int, torch.dtype]]:
         """Keys, their scales, values, their scales."""
@@ -78,6 +80,7 @@ class Int8Codec:
     def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.to(self.scale_dtype)
         scale = wide.abs().amax(-1, keepdim=True).div_(127).clamp_(min=self.least)  # rows of zeros stay zeros
+        scale.masked_fill_(scale == self.top, self.below)  # 127 times the scale of the largest number is infinity
         steps = wide.div(scale).round_().nan_to_num_(0.0)  # NaN or infinity: 0 times a scale that is NaN or infinity
         return steps, scale
 
