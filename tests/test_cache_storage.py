@@ -172,10 +172,11 @@ def test_beams_share_pages() -> None:
         torch.manual_seed(1)
         target.append(*chunk(35))
     assert pages_in_use(cache) == 9
-    before = [pool.clone() for pool in cache.pages()[:2]]
+    before = [pool.clone().view(torch.uint8) for pool in cache.pages()[:2]]
     cache.reorder([1, 1, 1])
     naive.reorder([1, 1, 1])
-    assert pages_in_use(cache) == 3 and all(map(torch.equal, before, cache.pages()[:2]))
+    assert pages_in_use(cache) == 3
+    assert all(torch.equal(old, pool.view(torch.uint8)) for old, pool in zip(before, cache.pages(), strict=False))
     assert_same(cache, naive)
     token = chunk(1)
     for target in (cache, naive):
@@ -269,9 +270,10 @@ class Step(nn.Module):
         return scores.softmax(-1) @ values + self.cache.positions(1)[..., None, None, None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "rolling int8", "pages"])
 def test_compiled_steps_are_not_compiled_anew(kind: str) -> None:
-    """Graphs break at the cache; what lies between is compiled for the first lengths and then for all."""
+    """Graphs break at the cache; what lies between is compiled for the first lengths and then for all, and once
+    more for the strides of a second page."""
     torch._dynamo.reset()
     counter = CompileCounter()
     plain, compiled = Step(make(kind)), Step(make(kind))
@@ -279,11 +281,11 @@ def test_compiled_steps_are_not_compiled_anew(kind: str) -> None:
     step = torch.compile(compiled, backend=counter)
     counts = []
     with torch.no_grad():
-        for _ in range(30):
+        for _ in range(50):
             x = torch.randn(B, 1, 8)
             torch.testing.assert_close(step(x), plain(x), rtol=0, atol=0)
             counts.append(counter.frame_count)
-    assert 1 <= counts[-1] == counts[9]
+    assert 1 <= counts[-1] == counts[19]
 
 
 @pytest.mark.parametrize("kind", ["plain", "pages"])
