@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_token_by_token_and_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rolling", "rolling int8", "rolling pages"])
-@pytest.mark.parametrize("count", [1, 3, 5, 8, 19, 33])
+@pytest.mark.parametrize("count", [1, 3, 5, 8, 17, 33])
 def test_the_last_append_can_be_taken_back(kind: str, count: int) -> None:
     """Whatever its size, all or in part, and what is seen afterwards is what was seen before."""
     cache, naive = make(kind), Naive(KINDS[kind]["window"])
@@ -86,6 +87,32 @@ def test_the_last_append_can_be_taken_back(kind: str, count: int) -> None:
         for target, new in zip(back, (length, [length] * B), strict=True):
             target.truncate(new)
         assert_same(*back)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_meet_again_are_one(kind: str) -> None:
+    """Rows of one length again: positions and ranges are given once for all."""
+    cache = make(kind)
+    cache.append(*chunk(3), [3, 1, 2])
+    assert cache.ragged and cache.positions(3).shape == (B, 3)
+    cache.append(*chunk(2), [0, 2, 1])
+    assert cache.ragged  # the padding differs
+    cache.append(*chunk(1))
+    assert not cache.ragged and cache.positions(2).tolist() == [2, 3] and cache.key_range(2).shape == (2, 1, 2)
+
+
+@pytest.mark.parametrize("shift", [1, 37, 3000])
+def test_a_window_moves_onto_itself(shift: int, set_threads: Callable[[int], None]) -> None:
+    """More than one thread's share of numbers moves to where they overlap with themselves."""
+    set_threads(2)
+    window = 4000
+    cache = KVCache(1, 1, None, 16, window=window)
+    numbers = torch.arange(3.0 * window * 16).view(1, 1, -1, 16)
+    for start, stop in ((0, window + shift), (window + shift, 2 * window + 1)):
+        cache.append(numbers[:, :, start:stop], -numbers[:, :, start:stop])
+    key, value = cache.key_value()
+    assert key.shape[2] == 2 * window + 1 - shift
+    assert torch.equal(key, numbers[:, :, shift : 2 * window + 1]) and torch.equal(value, -key)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention

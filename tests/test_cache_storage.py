@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 
 import mha_ext
 from mha_ext import KVCache
-from mha_ext.cache_storage import RowStorage
+from mha_ext.cache_storage import Int8Codec, RowStorage
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,6 +75,18 @@ def test_int8_shows_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
     assert bool(got[2].isnan().all()) and bool(got[[0, 1, 3]].isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_steps_fit_their_type(dtype: torch.dtype) -> None:
+    """Whole numbers from -127 to 127 whatever is written: converting others to int8 gives anything."""
+    info = torch.finfo(dtype)
+    ends = [0.0, 1.0, info.max, info.tiny, info.tiny * 1.3 * info.eps, info.tiny * 190 * info.eps]
+    x = torch.tensor([*ends, *(-x for x in ends), math.nan, math.inf, -math.inf], dtype=torch.float64).to(dtype)
+    pairs = torch.cartesian_prod(x, x)
+    key, _, value, _ = Int8Codec(dtype).encode(pairs, pairs.flip(-1))
+    for steps in (key, value):
+        assert bool((steps.abs() <= 127).all()) and torch.equal(steps, steps.round())
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_of_plain_and_int8(dtype: torch.dtype) -> None:
@@ -108,6 +120,15 @@ def test_a_rolling_cache_stays_small(dtype: torch.dtype) -> None:
     assert cache.nbytes == B * (window + 100) * token_bytes(dtype)
     cache.append(*chunk(1, dtype))
     assert cache.nbytes == small and cache.length == 158 and cache.positions(1).tolist() == [157]
+
+
+def test_rolling_pages_stay_few() -> None:
+    """A window reaches into three pages of 16, and they are given up a page at a time: four a row."""
+    cache = make("rolling pages")
+    for _ in range(200):
+        cache.append(*chunk(1))
+        assert cache.nbytes <= B * 4 * (16 * token_bytes() + 4)
+    assert int(cache.held.max()) <= 64 and cache.length == 200
 
 
 def test_a_rolling_cache_moves_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +210,7 @@ def test_beams_share_pages() -> None:
 def test_pages_can_be_read_in_place() -> None:
     cache = make("pages")
     cache.append(*chunk(50), [50, 17, 0])
+    cache.pages()
     cache.reorder([2, 0, 1])
     poison(cache)
     key, value = cache.key_value()
