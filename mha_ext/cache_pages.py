@@ -152,7 +152,6 @@ class PageStorage:
         self.changed.update(range(self.sizes.batch))
         most = self._pages_for(max(kept, default=0) + room)
         if most > self.table.shape[1]:
-            self.capacity = most * self.page_size
             with torch.inference_mode(False):
                 self.table = self.table.new_zeros(self.sizes.batch, most)
         return (kept[:1] or held) if len(held) == 1 else kept

@@ -82,11 +82,30 @@ def test_the_last_append_can_be_taken_back(kind: str, count: int) -> None:
         part = chunk(count)
         cache.append(*part)
         naive.append(*part)
-        back = copy.deepcopy(cache), copy.deepcopy(naive)
-        length = index * count + (index % 2) * (count // 2)
-        for target, new in zip(back, (length, [length] * B), strict=True):
-            target.truncate(new)
-        assert_same(*back)
+        for taken in {count, count // 2}:
+            back = copy.deepcopy(cache), copy.deepcopy(naive)
+            length = (index + 1) * count - taken
+            for target, new in zip(back, (length, [length] * B), strict=True):
+                target.truncate(new)
+            assert_same(*back)
+
+
+@pytest.mark.parametrize("kind", ["rolling", "rolling int8", "rolling pages"])
+def test_what_rolled_away_cannot_be_shared(kind: str) -> None:
+    """A prefix whose window is gone is refused; nothing of it, and all of it, can be had."""
+    cache, naive = make(kind), Naive(KINDS[kind]["window"])
+    for _ in range(100):
+        part = chunk(1)
+        for target in (cache, naive):
+            target.append(*part, [1, 0, 1])
+    match = "KVCache.share_prefix: length must be 0 or at least "
+    refused(cache, match, cache.share_prefix, 0, [1], 30)
+    cache.share_prefix(0, [1], 0)
+    naive.share(0, [1], 0)
+    assert_same(cache, naive)
+    cache.fork(0, [1])
+    naive.share(0, [1], 100)
+    assert_same(cache, naive)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -243,7 +243,7 @@ def test_inference_mode_inside_and_outside(kind: str) -> None:
     for cache in caches:
         naive = Naive(KINDS[kind].get("window"))
         for inside in (True, False, True, False):
-            part = chunk(13)
+            part = chunk(70 if cache.window else 13)
             with torch.inference_mode(inside):
                 cache.append(*part)
                 cache.reorder([2, 2, 0])
@@ -303,11 +303,11 @@ def test_compiled_steps_are_not_compiled_anew(kind: str) -> None:
     step = torch.compile(compiled, backend=counter)
     counts = []
     with torch.no_grad():
-        for _ in range(50):
+        for _ in range(40):
             x = torch.randn(B, 1, 8)
             torch.testing.assert_close(step(x), plain(x), rtol=0, atol=0)
             counts.append(counter.frame_count)
-    assert 1 <= counts[-1] == counts[19]
+    assert 1 <= counts[2] == counts[14] and counts[20] == counts[-1] <= counts[2] + 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "pages"])
