@@ -91,6 +91,20 @@ def test_the_last_append_can_be_taken_back(kind: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rolling", "rolling int8", "rolling pages"])
+def test_truncation_needs_a_whole_window(kind: str) -> None:
+    """As far back as the window before is held, one less is refused; nothing at all is always possible."""
+    cache = make(kind)
+    while not (lost := cache.length - int(cache.held[0])):
+        cache.append(*chunk(1))
+    least = lost + KINDS[kind]["window"]
+    refused(cache, f"KVCache.truncate: length must be 0 or at least {least} ", cache.truncate, least - 1)
+    cache.truncate(least)
+    assert cache.key_range(1).flatten().tolist() == [least - lost - KINDS[kind]["window"], least - lost]
+    cache.truncate(0)
+    assert cache.length == 0 and cache.key_value()[0].shape[2] == 0
+
+
+@pytest.mark.parametrize("kind", ["rolling", "rolling int8", "rolling pages"])
 def test_what_rolled_away_cannot_be_shared(kind: str) -> None:
     """A prefix whose window is gone is refused; nothing of it, and all of it, can be had."""
     cache, naive = make(kind), Naive(KINDS[kind]["window"])
