@@ -12,6 +12,7 @@ import torch
 from cache_cases import DV, KINDS, MAX_LENGTH, B, D, G, Naive, assert_same, attend, chunk, int8_limit, make, poison
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -325,6 +326,22 @@ def test_cross_attention_keeps_its_keys(kind: str) -> None:
         scores = query[b] @ key[b, :, :held].mT / D**0.5
         want = scores.softmax(-1) @ value[b, :, :held]
         torch.testing.assert_close(got[b], want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rolling", "pages", "rolling pages"])
+def test_kernels_attend_to_what_the_range_says(kind: str) -> None:
+    """Prompts of different length, tokens and a long chunk, grouped heads, NaN behind every row."""
+    cache = make(kind, torch.float64)
+    for count, lengths in ((9, [9, 4, 0]), (1, None), (30, [1, 30, 7]), (1, [0, 1, 1])):
+        cache.append(*chunk(count, torch.float64), lengths)
+        poison(cache)
+        query = torch.randn(B, 2 * G, count, D, dtype=torch.float64)
+        ranges = cache.key_range(count).expand(2, B, count)
+        got = mha_ext.functional.scaled_dot_product_attention(
+            query, *cache.key_value(), enable_gqa=True, key_range=ranges
+        )
+        want = attend(cache, query)
+        assert_within(got, want, double_limit(want, cache.length))
 
 
 def test_attention_of_no_queries() -> None:
