@@ -62,9 +62,9 @@ using WeightsResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, l
 constexpr size_t kNumGradients = 7;
 using AttentionGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-// Of query, key, attn_mask, key_padding_mask, relative_bias.
-constexpr size_t kNumWeightsGradients = 5;
-using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+// Of query, key, attn_mask, key_padding_mask, relative_bias, sink.
+constexpr size_t kNumWeightsGradients = 6;
+using WeightsGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // out (B, H, T_q, D_v), its axes lying in the order of query's (layout.h); lse (B, H, T_q), -inf for a query that sees
 // no key.

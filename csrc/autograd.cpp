@@ -107,7 +107,7 @@ class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
 
   static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                               const WeightsCall& call) {
+                               const OptionalTensor&, const WeightsCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const AttentionArguments& a = call.arguments;
     context->set_materialize_grads(false);
@@ -129,19 +129,19 @@ class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
     const variable_list saved = context->get_saved_variables();
     AttentionArguments a = load_arguments(context, saved);
     const auto wanted = wanted_gradients(context, differentiable(a));
-    variable_list result(kNumGradients);  // of what was given to apply: all but the sink, which these calls never have
+    variable_list result(kNumGradients + 1);
     if (grads[0].defined() || grads[1].defined()) {
-      std::tie(result[0], result[1], result[2], result[3], result[4], result[5], std::ignore) =
+      std::tie(result[0], result[1], result[2], result[3], result[4], result[5], result[6]) =
           output_gradients(a, saved, grads, wanted);
     }
     if (grads[2].defined()) {
       a.value = at::Tensor();
       const bool average = context->saved_data["average"].toBool();
-      const auto [query, key, attn_mask, key_padding_mask, bias] = call_attention_weights_backward(
-          a, {grads[2], saved[10], average, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5]}});
+      const auto [query, key, attn_mask, key_padding_mask, bias, sink] = call_attention_weights_backward(
+          a, {grads[2], saved[10], average, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5], wanted[6]}});
       result[0] = sum_of(result[0], query), result[1] = sum_of(result[1], key);
       result[3] = sum_of(result[3], attn_mask), result[4] = sum_of(result[4], key_padding_mask);
-      result[5] = sum_of(result[5], bias);
+      result[5] = sum_of(result[5], bias), result[6] = sum_of(result[6], sink);
     }
     return result;
   }
@@ -174,9 +174,9 @@ WeightsResult attention_with_weights_autograd(const AttentionArguments& a, bool 
   const auto inputs = differentiable(a);
   if (must_decompose(inputs)) return attention_with_weights_math(a, average);
   if (needs_gradient(inputs)) {
-    const variable_list results =
-        WeightsFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                               to_optional(a.variants.relative_bias), WeightsCall{a, average});
+    const variable_list results = WeightsFunction::apply(
+        a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+        to_optional(a.variants.relative_bias), to_optional(a.variants.sink), WeightsCall{a, average});
     return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

@@ -283,14 +283,9 @@ void check_attention(const char* function, const AttentionArguments& a) {
   check_variants(function, a.variants, sizes, a.query);
 }
 
-void check_attention_with_weights(const char* function, const AttentionArguments& a) {
-  check_attention(function, a);
-  TORCH_CHECK_VALUE(!a.variants.sink.defined(), function, ": sink must be None where weights are wanted, got a tensor");
-}
-
 void check_attention_for_backward(const AttentionArguments& a, int64_t weights) {
   const char* function = "attention_for_backward";
-  weights == kNoWeights ? check_attention(function, a) : check_attention_with_weights(function, a);
+  check_attention(function, a);
   TORCH_CHECK_VALUE(weights >= kNoWeights && weights <= kWeightsPerHead, function,
                     ": weights must be 0 (none), 1 (mean over heads) or 2 (per head), got ", weights);
 }
@@ -320,7 +315,7 @@ void check_attention_backward(const AttentionArguments& a, const AttentionCotang
 
 void check_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
   const char* function = "attention_weights_backward";
-  check_attention_with_weights(function, a);
+  check_attention(function, a);
   check_lse(function, a, c.lse);
   std::vector<c10::SymInt> shape{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2), a.key.sym_size(2)};
   if (c.average) shape.erase(shape.begin() + 1);
@@ -329,6 +324,7 @@ void check_attention_weights_backward(const AttentionArguments& a, const Weights
   check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[2]);
   check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[3]);
   check_is_given({function, "relative_bias"}, a.variants.relative_bias, c.output_mask[4]);
+  check_is_given({function, "sink"}, a.variants.sink, c.output_mask[5]);
 }
 
 void check_layer(const LayerArguments& a) {

@@ -8,7 +8,6 @@ namespace mha_ext {
 
 // `function` starts the message. A value that is absent is not checked.
 void check_attention(const char* function, const AttentionArguments& arguments);
-void check_attention_with_weights(const char* function, const AttentionArguments& arguments);
 void check_attention_for_backward(const AttentionArguments& arguments, int64_t weights);
 void check_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 void check_attention_weights_backward(const AttentionArguments& arguments, const WeightsCotangents& cotangents);

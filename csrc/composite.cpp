@@ -71,7 +71,7 @@ AttentionResult attention_math(const AttentionArguments& a) {
 }
 
 WeightsResult attention_with_weights_math(const AttentionArguments& a, bool average) {
-  check_attention_with_weights("attention_with_weights", a);
+  check_attention("attention_with_weights", a);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Problem p = pairs::make_problem(a, pairs::all_heads(a));
   const at::Tensor used = pairs::dropped(p.softmax.probabilities, p);

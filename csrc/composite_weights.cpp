@@ -24,6 +24,7 @@ AttentionArguments select_head(const AttentionArguments& a, int64_t h) {
   for (at::Tensor* mask : {&one.attn_mask, &one.variants.relative_bias}) {
     if (mask->defined() && mask->sym_size(1) != 1) *mask = mask->narrow(1, h, 1);
   }
+  if (a.variants.sink.defined()) one.variants.sink = a.variants.sink.narrow(0, h, 1);
   return one;
 }
 
@@ -43,9 +44,9 @@ class PerHead {
     }
   }
 
-  at::Tensor result() const {
+  at::Tensor result(int64_t dim = 1) const {
     if (parts_.empty()) return {};
-    return parts_.size() == 1 ? parts_.front() : at::cat(parts_, 1);
+    return parts_.size() == 1 ? parts_.front() : at::cat(parts_, dim);
   }
 
  private:
@@ -65,12 +66,15 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
   const at::Tensor& bias = a.variants.relative_bias;
   const auto is_shared = [](const at::Tensor& mask) { return mask.defined() && mask.sym_size(1) == 1; };
   PerHead grad_query(false), grad_key(false), grad_mask(is_shared(a.attn_mask)), grad_padding(true), grad_group(true);
-  PerHead grad_bias(is_shared(bias));
+  PerHead grad_bias(is_shared(bias)), grad_sink(false);
   for (int64_t h = 0; h < heads; ++h) {
     const AttentionArguments one = select_head(a, h);
     const Problem p = pairs::make_problem(one, {h, heads});
-    const at::Tensor grad_scores = pairs::score_gradient(p, c.average ? grad : grad.narrow(1, h, 1), {}).scores;
-    const pairs::InputGradients g = pairs::input_gradients(one, p, grad_scores, c.output_mask);
+    const pairs::ScoreGradient score = pairs::score_gradient(p, c.average ? grad : grad.narrow(1, h, 1), {});
+    const auto& wanted = c.output_mask;
+    const pairs::InputGradients g =
+        pairs::input_gradients(one, p, score.scores, {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4]});
+    if (wanted[5]) grad_sink.push(pairs::sink_gradient(p, score.delta));
     grad_query.push(g.query);
     grad_mask.push(g.attn_mask);
     grad_padding.push(g.key_padding_mask);
@@ -81,9 +85,12 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
       grad_group = PerHead(true);
     }
   }
-  return {pairs::finish(grad_query.result(), a.query), pairs::finish(grad_key.result(), a.key),
+  return {pairs::finish(grad_query.result(), a.query),
+          pairs::finish(grad_key.result(), a.key),
           pairs::finish_mask(grad_mask.result(), a.attn_mask),
-          pairs::finish_mask(grad_padding.result(), a.key_padding_mask), pairs::finish_mask(grad_bias.result(), bias)};
+          pairs::finish_mask(grad_padding.result(), a.key_padding_mask),
+          pairs::finish_mask(grad_bias.result(), bias),
+          pairs::finish_mask(grad_sink.result(0), a.variants.sink)};
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

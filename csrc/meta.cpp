@@ -50,7 +50,7 @@ AttentionGradients attention_backward_meta(const AttentionArguments& a, const At
 }
 
 WeightsResult attention_with_weights_meta(const AttentionArguments& a, bool average) {
-  check_attention_with_weights("attention_with_weights", a);
+  check_attention("attention_with_weights", a);
   const at::Tensor& q = a.query;
   const auto [out, lse] = attention_results(a);
   if (average) return {out, lse, empty({q.sym_size(0), q.sym_size(2), a.key.sym_size(2)}, q)};
@@ -68,9 +68,12 @@ ForBackwardResult attention_for_backward_meta(const AttentionArguments& a, int64
 
 WeightsGradients attention_weights_backward_meta(const AttentionArguments& a, const WeightsCotangents& c) {
   check_attention_weights_backward(a, c);
-  return {gradient_like(c.output_mask[0], a.query), gradient_like(c.output_mask[1], a.key),
-          contiguous_like(c.output_mask[2], a.attn_mask), contiguous_like(c.output_mask[3], a.key_padding_mask),
-          contiguous_like(c.output_mask[4], a.variants.relative_bias)};
+  return {gradient_like(c.output_mask[0], a.query),
+          gradient_like(c.output_mask[1], a.key),
+          contiguous_like(c.output_mask[2], a.attn_mask),
+          contiguous_like(c.output_mask[3], a.key_padding_mask),
+          contiguous_like(c.output_mask[4], a.variants.relative_bias),
+          contiguous_like(c.output_mask[5], a.variants.sink)};
 }
 
 LayerResult multi_head_attention_meta(const LayerArguments& a) {

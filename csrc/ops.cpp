@@ -113,8 +113,8 @@ TORCH_LIBRARY(mha_ext, m) {
   define_attention(
       "attention_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor? attn_mask, "
       "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor lse, *, float dropout_p, int causal, float? scale, "
-      "int num_appended_keys, bool average, bool[5] output_mask",
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "int num_appended_keys, bool average, bool[6] output_mask",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "multi_head_attention(Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, Tensor? in_proj_bias, "
       "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "

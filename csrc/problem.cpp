@@ -57,7 +57,7 @@ at::Tensor sink_gradient(const Problem& p, const at::Tensor& delta) {
 // Where a query and a visible key meet a NaN, the row's probabilities and so its gradient are NaN already: plain
 // products with the finite operands suffice.
 InputGradients input_gradients(const AttentionArguments& a, const Problem& p, const at::Tensor& grad_scores,
-                               const std::array<bool, kNumWeightsGradients>& wanted) {
+                               const std::array<bool, 5>& wanted) {
   InputGradients gradients;
   const c10::SymInt kv_heads = a.key.sym_size(1);
   const at::Tensor folded = fold(p.cap_slope.defined() ? grad_scores * p.cap_slope : grad_scores, kv_heads);

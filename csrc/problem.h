@@ -35,7 +35,7 @@ ScoreGradient score_gradient(const Problem& problem, const at::Tensor& grad_weig
 // The sink's own dS, summed over the rows that it is in.
 at::Tensor sink_gradient(const Problem& problem, const at::Tensor& delta);
 
-// From dS to what the scores were made of, each in its own shape, in the computing dtype.
+// From dS to what the scores were made of, each in its own shape, in the computing dtype; wanted in their order.
 struct InputGradients {
   at::Tensor query;
   at::Tensor key;
@@ -44,7 +44,7 @@ struct InputGradients {
   at::Tensor relative_bias;
 };
 InputGradients input_gradients(const AttentionArguments& arguments, const Problem& problem,
-                               const at::Tensor& grad_scores, const std::array<bool, kNumWeightsGradients>& wanted);
+                               const at::Tensor& grad_scores, const std::array<bool, 5>& wanted);
 
 // A (B, H, T, X) result in the dtype of `like`, lying as (B, T, H, X); undefined stays undefined.
 at::Tensor finish(const at::Tensor& tensor, const at::Tensor& like);

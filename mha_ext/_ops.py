@@ -195,10 +195,7 @@ def attention_with_weights(
     average: bool = True,
     **variants: Unpack[Variants],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attention` and the weights (after dropout) that it used: ``(B, H, T, S)``, or their mean over heads.
-
-    There is no ``sink`` here.
-    """
+    """:func:`attention` and the weights (after dropout) that it used: ``(B, H, T, S)``, or their mean over heads."""
     result: tuple[Tensor, Tensor, Tensor] = _attention_with_weights(
         query,
         key,
@@ -230,12 +227,12 @@ def attention_weights_backward(
     scale: float | None = None,
     num_appended_keys: int = 0,
     average: bool = True,
-    output_mask: Sequence[bool] = (True, True, False, False, False),
+    output_mask: Sequence[bool] = (True, True, False, False, False, False),
     **variants: Unpack[Variants],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the weights of :func:`attention_with_weights`.
 
-    They are those of query, key, attn_mask, key_padding_mask and relative_bias.
+    They are those of query, key, attn_mask, key_padding_mask, relative_bias and sink.
     """
     result: tuple[Tensor | None, ...] = _attention_weights_backward(
         grad_weights,

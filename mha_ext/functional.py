@@ -191,7 +191,9 @@ def scaled_dot_product_attention(
         if return_weights is None:
             out, lse = _ops.attention(*tensors, dropout_p=dropout_p, causal=causal, scale=scale, **extra)
         else:
-            out, lse, weights = _with_weights(tensors, extra, average, dropout_p=dropout_p, causal=causal, scale=scale)
+            out, lse, weights = _ops.attention_with_weights(
+                *tensors, dropout_p=dropout_p, causal=causal, scale=scale, average=average, **extra
+            )
     except (ValueError, TypeError) as error:
         errors.pass_on(error, where)
     out = layout.restore(out)
@@ -202,26 +204,6 @@ def scaled_dot_product_attention(
         weights = weights.sum(-2) if return_weights == "column_sum" else weights
         results.append(layout.restore(weights, has_heads=not average))
     return tuple(results)
-
-
-def _with_weights(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    extra: _ops.Variants,
-    average: bool,
-    **numbers: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator with weights; a sink, which it does not take, scales what the other keys have of a row."""
-    sink = extra.pop("sink", None)
-    out, lse, weights = _ops.attention_with_weights(*tensors, **numbers, **extra, average=average and sink is None)
-    if sink is None:
-        return out, lse, weights
-    logit = sink.to(lse.dtype).unsqueeze(-1)
-    empty = lse.isneginf()  # kept from the derivatives, which would be NaN
-    finite = lse.masked_fill(empty, 0.0)
-    share = (finite - logit).sigmoid().masked_fill(empty, 0.0).unsqueeze(-1)
-    out, weights = ((x * share).to(x.dtype) for x in (out, weights))
-    lse = torch.where(empty, logit, torch.logaddexp(finite, logit))
-    return out, lse, weights.mean(1) if average else weights
 
 
 def _causal_of_bias(where: str, bias: Any, sizes: tuple[int, int], causal: int) -> int:

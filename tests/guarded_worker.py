@@ -99,7 +99,7 @@ def weights_results(case: Case, side: str) -> list[Tensor]:
     for average in (True, False):
         out, lse, weights = ops.attention_with_weights(*tensors, **problem.options, average=average)
         sent = keep(torch.linspace(-1, 1, weights.numel(), dtype=weights.dtype).view_as(weights), side)
-        wanted = [True, True, *(x is not None and x.is_floating_point() for x in tensors[3:5]), False]
+        wanted = [True, True, *(x is not None and x.is_floating_point() for x in tensors[3:5]), False, False]
         rest = (*tensors[:2], *tensors[3:], keep(lse, side))
         grads = ops.attention_weights_backward(sent, *rest, **problem.options, average=average, output_mask=wanted)
         results += [out, lse, weights, *(g for g, w in zip(grads, wanted, strict=True) if w)]

@@ -68,7 +68,7 @@ def test_weights_need_an_lse_that_can_be_read() -> None:
     s = attention_state()
     inputs = (torch.zeros(2, 5, 5), s["query"], s["key"], None, None, None, s["lse"].to("meta"))
     with pytest.raises(ValueError, match="attention_weights_backward: lse must be on query's device cpu, got meta"):
-        ops.attention_weights_backward(*inputs, **OFF, average=True, output_mask=[True] * 2 + [False] * 3)
+        ops.attention_weights_backward(*inputs, **OFF, average=True, output_mask=[True] * 2 + [False] * 4)
 
 
 @pytest.mark.parametrize(

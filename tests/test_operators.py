@@ -102,7 +102,7 @@ def test_opcheck_attention_with_weights_and_its_backward(case: Case, average: bo
     options = {**problem.options, "average": average}
     torch.library.opcheck(ops.attention_with_weights.default, needing_gradients(problem.tensors), options)
     _, lse, weights = ops.attention_with_weights(*problem.tensors, **options)
-    wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest], False]
+    wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest], False, False]
     arguments = (torch.randn_like(weights), problem.query, problem.key, *rest, problem.dropout_seed, lse)
     torch.library.opcheck(ops.attention_weights_backward.default, arguments, {**options, "output_mask": wanted})
 

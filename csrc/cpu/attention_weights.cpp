@@ -47,7 +47,7 @@ std::tuple<at::Tensor, at::Tensor> attention_with_weights_into(const AttentionAr
 namespace {
 
 WeightsResult attention_with_weights(const AttentionArguments& args, bool average) {
-  check_attention_with_weights("attention_with_weights", args);
+  check_attention("attention_with_weights", args);
   const at::Tensor out = empty_like_query(args.query, args.value.size(3));
   const auto [lse, weights] = attention_with_weights_into(args, average, {out});
   return {out, lse, weights};
@@ -69,8 +69,8 @@ WeightsGradients attention_weights_backward(const AttentionArguments& args, cons
   }
   const auto& wanted = cotangents.output_mask;
   const auto [query, key, value, attn_mask, padding, bias, sink] =
-      run_backward(b, args, bound, {wanted[0], wanted[1], false, wanted[2], wanted[3], wanted[4]});
-  return {query, key, attn_mask, padding, bias};
+      run_backward(b, args, bound, {wanted[0], wanted[1], false, wanted[2], wanted[3], wanted[4], wanted[5]});
+  return {query, key, attn_mask, padding, bias, sink};
 }
 
 }  // namespace

@@ -52,10 +52,14 @@ void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const Atte
   grad_query.copy_(sum.mul_(p.scale));
 }
 
-// Which axes of the pairs (B, H, T_q, T_kv) a gradient has of its own; it is summed over the others.
+// Which axes of the pairs (B, H, T_q, T_kv) a gradient has of its own; it is summed over the others, and over so many
+// keys.
 struct OwnAxes {
   bool batch, head, query, key;
+  int64_t num_keys;
 };
+
+int64_t num_masked_keys(const AttentionParams& p) { return p.num_keys - p.appended_keys; }
 
 // Adds dS to a gradient. A unit owns a piece of it and adds to it, in order, the tiles of every (b, h, query block,
 // key) that the piece is broadcast over.
@@ -63,7 +67,7 @@ void add_score_gradients(const BackwardParams& b, const OwnAxes& own, const kern
                          const AttentionArguments& args) {
   const AttentionParams& p = b.attention;
   const KernelTable& kernel = kernels_for(args);
-  const int64_t keys = p.num_keys - p.appended_keys;
+  const int64_t keys = own.num_keys;
   constexpr int64_t kKeysPerUnit = 512;
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
   const int64_t keys_per_unit = own.key && !own.query ? kKeysPerUnit : keys;
@@ -89,14 +93,15 @@ void add_score_gradients(const BackwardParams& b, const OwnAxes& own, const kern
                  });
 }
 
-bool has_masked_pairs(const AttentionParams& p) { return p.num_queries > 0 && p.num_keys > p.appended_keys; }
+bool has_masked_pairs(const AttentionParams& p) { return p.num_queries > 0 && num_masked_keys(p) > 0; }
 
 // The gradient of a mask in the mask's own shape and dtype; `bound` is the mask as the kernels see it.
 at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask,
                          const AttentionArguments& args) {
   const at::Tensor grad = at::zeros(bound.sizes(), bound.options());
   if (bound.numel() > 0 && has_masked_pairs(b.attention)) {
-    const OwnAxes own{bound.size(0) > 1, bound.size(1) > 1, bound.size(2) > 1, bound.size(3) > 1};
+    const OwnAxes own{bound.size(0) > 1, bound.size(1) > 1, bound.size(2) > 1, bound.size(3) > 1,
+                      num_masked_keys(b.attention)};
     add_score_gradients(b, own,
                         {grad.mutable_data_ptr(), own.batch ? grad.stride(0) : 0, own.head ? grad.stride(1) : 0,
                          own.query ? grad.stride(2) : 0, own.key ? grad.stride(3) : 0},
@@ -113,12 +118,23 @@ at::Tensor bias_gradient(const BackwardParams& b, const at::Tensor& turned, cons
   if (turned.numel() > 0 && has_masked_pairs(p)) {
     const bool own_batch = turned.size(0) > 1, own_head = turned.size(1) > 1;
     char* first = static_cast<char*>(grad.mutable_data_ptr()) +
-                  (p.num_keys - p.appended_keys - 1) * static_cast<int64_t>(grad.element_size());
+                  (num_masked_keys(p) - 1) * static_cast<int64_t>(grad.element_size());
     add_score_gradients(
-        b, {own_batch, own_head, false, false},
+        b, {own_batch, own_head, false, false, num_masked_keys(p)},
         {first, own_batch ? grad.stride(0) : 0, own_head ? grad.stride(1) : 0, /*stride_q=*/1, /*stride_k=*/-1}, args);
   }
   return grad.narrow(-1, 0, bias.size(-1)).flip(-1).to(bias.scalar_type());
+}
+
+// The scores of a row and its sink share dlse, of which there is none here: rowsum(dS) + dS_sink = 0.
+at::Tensor sink_gradient(const BackwardParams& b, const AttentionArguments& args) {
+  const at::Tensor& sink = args.variants.sink;
+  const at::Tensor sums = at::zeros(sink.sizes(), sink.options().dtype(compute_type(args.query)));
+  if (b.attention.num_queries > 0 && b.attention.num_keys > 0) {
+    add_score_gradients(b, {false, true, false, false, b.attention.num_keys}, {sums.mutable_data_ptr(), 0, 1, 0, 0},
+                        args);
+  }
+  return sums.neg_().to(sink.scalar_type());
 }
 
 }  // namespace
@@ -136,11 +152,12 @@ AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& arg
   } else if (wanted[0] || wanted[1] || wanted[2]) {
     input_gradients(b, grad_query, args);
   }
-  at::Tensor grad_mask, grad_padding, grad_bias;
+  at::Tensor grad_mask, grad_padding, grad_bias, grad_sink;
   if (wanted[3]) grad_mask = mask_gradient(b, bound.attn_mask, args.attn_mask, args);
   if (wanted[4]) grad_padding = mask_gradient(b, bound.key_padding_mask, args.key_padding_mask, args);
   if (wanted[5]) grad_bias = bias_gradient(b, bound.relative_bias, args);
-  return {grad_query, grad_key, grad_value, grad_mask, grad_padding, grad_bias, at::Tensor()};
+  if (wanted[6]) grad_sink = sink_gradient(b, args);
+  return {grad_query, grad_key, grad_value, grad_mask, grad_padding, grad_bias, grad_sink};
 }
 
 }  // namespace mha_ext::cpu

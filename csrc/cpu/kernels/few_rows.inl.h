@@ -222,39 +222,33 @@ MHA_EXT_INLINE void add_one_row(const WeightedRows<V, Element>& w, const FewPoin
   }
 }
 
-// Even and odd rows are added up apart where few rows of our own leave few sums in flight.
+// A piece of a sum begins at 0 and then joins the others: what a row gets does not depend on the rows beside it.
 template <class V, Sums kSums, int kOwn, int kVectors, bool kLook, typename Element>
 MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V, Element>& w,
                                        const FewPointers<typename V::Scalar>& weights, const RowVectors<V>& columns,
                                        int64_t slot, typename V::Scalar* const* sums) {
-  constexpr bool kApart = kOwn * kVectors <= 12;
-  typename V::Vec even[kOwn][kVectors], odd[kOwn][kVectors];
+  typename V::Vec sum[kOwn][kVectors];
   const Element* row[kVectors];
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) row[v] = w.rows.data + columns.offset(slot + v);
 #pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      even[j][v] = kSums == Sums::Fresh ? V::zero() : V::load(sums[j] + (slot + v) * V::kWidth);
-      odd[j][v] = V::zero();
-    }
+    for (int v = 0; v < kVectors; ++v) sum[j][v] = V::zero();
   }
-  int64_t k = 0;
-  for (; k + 2 <= w.count; k += 2) {
+  for (int64_t k = 0; k < w.count; ++k) {
     if (w.fetches && slot == 0 && k % kFewFetched == 0) {
       prefetch_rows<V>(w.rows.data + (k + kFewAhead) * w.rows.ld, w.rows.ld, kFewFetched, columns);
     }
-    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, even);
-    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k + 1, kApart ? odd : even);
+    add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, sum);
   }
-  if (k < w.count) add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, even);
 #pragma GCC unroll 8
   for (int j = 0; j < kOwn; ++j) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = kSums == Sums::Fresh ? columns.offset(slot + v) : (slot + v) * V::kWidth;
-      V::store(sums[j] + at, kApart ? even[j][v] + odd[j][v] : even[j][v]);
+      if constexpr (kSums == Sums::SideBySide) sum[j][v] += V::load(sums[j] + at);
+      V::store(sums[j] + at, sum[j][v]);
     }
   }
 }
@@ -265,7 +259,7 @@ MHA_EXT_INLINE void add_weighted(const WeightedRows<V, Element>& w, const FewPoi
                                  const RowVectors<V>& columns, typename V::Scalar* const* sums) {
   constexpr bool kManyRegisters = V::kGemmRows == 8;
   int64_t slot = 0;
-  if constexpr (kManyRegisters && kOwn <= 3) {  // whole rows of 128 floats: once through them
+  if constexpr (kOwn == 1 || (kManyRegisters && kOwn <= 3)) {  // whole rows of 128 floats: once through them
     for (; slot + 8 <= columns.slots(); slot += 8) {
       add_weighted_slots<V, kSums, kOwn, 8, kLook>(w, weights, columns, slot, sums);
     }
