@@ -25,12 +25,14 @@ from mha_ext.chapter import (
 from mha_ext.convert import conversion_report, convert, revert
 from mha_ext.cost import parameter_count, self_attention_flops, shape_trace
 from mha_ext.module import MultiheadAttention
+from mha_ext.rotary import RotaryEmbedding
 
 __version__ = "0.1.0"
 
 __all__ = [
     "KVCache",
     "MultiheadAttention",
+    "RotaryEmbedding",
     "activate",
     "attention_backward",
     "attention_forward",

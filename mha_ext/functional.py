@@ -10,9 +10,15 @@ from torch import Tensor
 from mha_ext import _ops, axes, checks, errors, masks, variants
 from mha_ext.errors import InvalidValueError
 from mha_ext.layer_function import multi_head_attention_forward
+from mha_ext.rotary import apply_rotary
 from mha_ext.varlen import varlen_attention
 
-__all__ = ["multi_head_attention_forward", "scaled_dot_product_attention", "varlen_attention"]
+__all__ = [
+    "apply_rotary",
+    "multi_head_attention_forward",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]
 
 _ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
 _ALIGNMENT_NAMES = tuple(_ALIGNMENTS)
