@@ -11,11 +11,14 @@ from mha_ext import _ops, axes, checks, errors, masks, variants
 from mha_ext.errors import InvalidValueError
 from mha_ext.layer_function import multi_head_attention_forward
 from mha_ext.merging import merge_attention
+from mha_ext.relative import alibi_slopes_for, bucketed_relative_bias
 from mha_ext.rotary import apply_rotary
 from mha_ext.varlen import varlen_attention
 
 __all__ = [
+    "alibi_slopes_for",
     "apply_rotary",
+    "bucketed_relative_bias",
     "merge_attention",
     "multi_head_attention_forward",
     "scaled_dot_product_attention",
