@@ -24,6 +24,7 @@ from mha_ext.chapter import (
 )
 from mha_ext.convert import conversion_report, convert, revert
 from mha_ext.cost import parameter_count, self_attention_flops, shape_trace
+from mha_ext.grouping import to_grouped_query
 from mha_ext.module import MultiheadAttention
 from mha_ext.rotary import RotaryEmbedding
 
@@ -54,4 +55,5 @@ __all__ = [
     "set_cpu_capability",
     "shape_trace",
     "split_heads",
+    "to_grouped_query",
 ]
