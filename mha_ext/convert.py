@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.jit import ScriptModule
 
-from mha_ext import beneath, checks
+from mha_ext import beneath, checks, layer_variants
 from mha_ext.module import MultiheadAttention
 
 __all__ = ["ConversionReport", "ModuleReport", "conversion_report", "convert", "revert"]
@@ -85,8 +85,8 @@ def convert(model: nn.Module, *, inplace: bool = True, subclasses: bool = False)
 def revert(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """Undo ``convert``: every ``mha_ext.MultiheadAttention`` in a model becomes an ``nn.MultiheadAttention`` again.
 
-    Those that were built as ours are reverted too, if the original can express them: not with ``num_kv_heads`` or
-    ``head_dim`` of their own. User classes derived from ours stay.
+    Those that were built as ours are reverted too, if the original can express them: not with ``num_kv_heads``,
+    ``head_dim`` or another keyword that it lacks. User classes derived from ours stay.
 
     Args:
         model: as for ``convert``.
@@ -205,7 +205,7 @@ def _unlike_the_original(module: Any) -> str | None:
     missing = sorted({"embed_dim", "num_heads", "head_dim"} - state.keys())
     if missing:
         return f"it lacks the original's attribute {missing[0]}"
-    taken = sorted({"_num_kv_heads", "num_kv_heads"} & state.keys())
+    taken = sorted({"_has_variants", "_num_kv_heads", "num_kv_heads"} & state.keys())
     if taken:
         return f"it has an attribute {taken[0]} of its own"
     try:
@@ -223,6 +223,8 @@ def _to_original(module: nn.Module) -> _Swap:
         return _Swap(None, "its forward was replaced on the object")
     if module.num_kv_heads != module.num_heads:
         return _Swap(None, f"num_kv_heads {module.num_kv_heads} differs from num_heads {module.num_heads}")
+    if module._has_variants:
+        return _Swap(None, f"it has {', '.join(layer_variants.used(module))}")
     if not module._has_original_shapes():
         return _Swap(None, f"head_dim {module.head_dim} differs from embed_dim / num_heads")
     base = beneath.parametrized_base(module)

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from mha_ext import checks
+from mha_ext import checks, layer_variants
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 from mha_ext.module import MultiheadAttention
 
@@ -69,7 +69,9 @@ def to_grouped_query(module: nn.MultiheadAttention, num_kv_heads: int) -> Multih
         if given is not None:
             pooled = _pool(given.detach(), kept, axis, (module.head_dim, group))
             setattr(grouped, name, nn.Parameter(pooled, requires_grad=given.requires_grad))
-    grouped.out_proj = copy.deepcopy(module.out_proj)
+    names = ("out_proj", "q_norm", "k_norm", "rope", "sink") if grouped._has_variants else ("out_proj",)
+    for name in names:
+        setattr(grouped, name, copy.deepcopy(getattr(module, name)))
     grouped.training = module.training
     return grouped
 
@@ -89,6 +91,7 @@ def _empty_like(module: nn.MultiheadAttention, num_kv_heads: int) -> MultiheadAt
         device="meta",
         num_kv_heads=num_kv_heads,
         head_dim=module.head_dim,
+        **(layer_variants.used(module) if isinstance(module, MultiheadAttention) else {}),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mha_ext import _ops, checks, errors, masks, plain
 
 __all__ = [
+    "NO_WINDOW",
     "Options",
     "add_batch_axis",
     "append_keys",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 QKV = tuple[Tensor, Tensor, Tensor]
+NO_WINDOW = (-1, -1)
 
 
 class Options(NamedTuple):
@@ -41,6 +43,9 @@ class Options(NamedTuple):
     need_weights: bool = False
     average_weights: bool = True
     where: str = "attention"  # the function that was called, for messages
+    window: tuple[int, int] = NO_WINDOW  # how many keys to the left and to the right, -1 for all
+    softcap: float = 0.0
+    sink: Tensor | None = None
 
 
 def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: int, device: torch.device) -> Options:
@@ -50,7 +55,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
         TypeError: a mask is neither bool nor floating point.
         ValueError: a mask's shape or device, or the dropout probability, does not fit.
     """
-    attn_mask, key_padding_mask, dropout_p, _, causal, need_weights, average, _ = options
+    attn_mask, key_padding_mask, dropout_p, _, causal, need_weights, average, _, window, softcap, sink = options
     if attn_mask is not None:
         shape = (sizes.batch, num_heads, sizes.num_queries, sizes.num_keys)
         attn_mask = masks.layer_mask(where, attn_mask, shape, device)
@@ -60,7 +65,9 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
     if dropout_p != 0.0:
         checks.dropout_probability(where, "dropout", dropout_p)
         seed = _ops.draw_seed(device)
-    return Options(attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average, where)
+    return Options(
+        attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average, where, window, softcap, sink
+    )
 
 
 def add_batch_axis(inputs: QKV, axis: int) -> QKV:
@@ -198,26 +205,22 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, num_appended_keys: int, batch_first: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on heads: the context, heads combined, in the layer's layout, and the weights if they are wanted."""
-    mask, padding, dropout_p, seed, causal, need_weights, average, where = options
-    weights = None
+    mask, padding, dropout_p, seed, causal, need_weights, average, where, window, softcap, sink = options
+    extra: _ops.Variants = {}
+    if window != NO_WINDOW:
+        extra["window_left"], extra["window_right"] = window
+    if softcap:
+        extra["softcap"] = softcap
+    if sink is not None:
+        extra["sink"] = sink
+    tensors, weights, appended = (q, k, v, mask, padding, seed), None, num_appended_keys
     try:
         if need_weights:
             out, _, weights = _ops.attention_with_weights(
-                q,
-                k,
-                v,
-                mask,
-                padding,
-                seed,
-                dropout_p=dropout_p,
-                causal=causal,
-                num_appended_keys=num_appended_keys,
-                average=average,
+                *tensors, dropout_p=dropout_p, causal=causal, num_appended_keys=appended, average=average, **extra
             )
         else:
-            out, _ = _ops.attention(
-                q, k, v, mask, padding, seed, dropout_p=dropout_p, causal=causal, num_appended_keys=num_appended_keys
-            )
+            out, _ = _ops.attention(*tensors, dropout_p=dropout_p, causal=causal, num_appended_keys=appended, **extra)
     except (ValueError, TypeError) as error:
         errors.pass_on(error, where)
     return _combine_heads(out, batch_first), weights

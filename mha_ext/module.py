@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mha_ext import _ops, checks, layer, nested, parameters, plain, unused_rows
+from mha_ext import _ops, checks, layer, layer_variants, nested, parameters, plain, unused_rows
 from mha_ext.errors import InvalidValueError
+from mha_ext.rotary import RotaryEmbedding
 
 __all__ = ["MultiheadAttention"]
 
@@ -47,16 +48,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         num_kv_heads: number of key and value heads, divides H; query head h uses head ``h // (H / num_kv_heads)``.
             ``in_proj_weight`` then has ``(H + 2 num_kv_heads) * head_dim`` rows, in the order query, key, value.
         head_dim: width of a head, ``E / H`` by default.
-        window: not implemented.
-        softcap: not implemented.
-        sink: not implemented.
-        qk_norm: not implemented.
-        rope: not implemented.
+        window: ``(left, right)``: query i sees keys ``i - left`` to ``i + right``, besides all masks; None or -1 for no
+            limit. Time grows with T times the window's width. Appended keys stay visible.
+        softcap: c: scaled scores s become ``c tanh(s / c)`` before biases are added (Gemma 2).
+        sink: a learned logit for each head, ``sink`` (H,), initialised to 0, takes part in the softmax without a value.
+        qk_norm: queries and keys go through ``q_norm`` and ``k_norm``, ``torch.nn.RMSNorm(head_dim)``.
+        rope: True or a ``mha_ext.RotaryEmbedding``: queries and keys, counted from 0 each, are turned by their
+            positions, after the norms. Appended keys are neither normed nor turned.
 
     Raises:
-        TypeError: a size is not an integer, ``dropout`` not a number, or ``dtype`` not a floating one.
-        ValueError: sizes are not positive or do not divide, or ``dropout`` is out of range.
-        NotImplementedError: an option that is not implemented is set.
+        TypeError: a size is not an integer, a number not a number, or ``dtype`` not a floating one.
+        ValueError: sizes are not positive or do not divide, or an option is out of range.
 
     Differs from PyTorch: a query with every key masked attends to nothing (attention output, weights and gradients are
     0); what is stored behind a mask, NaN included, reaches nothing; ``is_causal`` needs no mask, and with one both
@@ -73,7 +75,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]), [1.0, 0.0, 0.0, 0.0, 0.0])
     """
 
-    _num_kv_heads: int | None = None  # on the module only where it differs: else it has the original's attributes
+    # On the module only where they differ: else it has the original's attributes.
+    _num_kv_heads: int | None = None
+    _has_variants: bool = False  # whether one of the last five keywords was set
 
     def __init__(
         self,
@@ -91,14 +95,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        window: tuple[int, int] | None = None,
+        window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
         sink: bool = False,
         qk_norm: bool = False,
-        rope: Any = None,
+        rope: bool | RotaryEmbedding | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not the original's: it would create parameters of other shapes
-        checks.unsupported(_WHERE, window=window, softcap=softcap, sink=sink, qk_norm=qk_norm, rope=rope)
         checks.dropout_probability(_WHERE, "dropout", dropout)
         if dtype is not None:
             checks.float_dtype(_WHERE, "dtype", dtype)
@@ -108,12 +111,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.num_heads = num_heads = checks.size(_WHERE, "num_heads", num_heads)
         self.num_kv_heads = num_heads if num_kv_heads is None else checks.size(_WHERE, "num_kv_heads", num_kv_heads)
         self.head_dim = checks.head_dim(_WHERE, embed_dim, num_heads, self.num_kv_heads, head_dim)
+        wanted = layer_variants.checked(
+            _WHERE, self.head_dim, window=window, softcap=softcap, sink=sink, qk_norm=qk_norm, rope=rope
+        )
         self.dropout = dropout
         self.batch_first = batch_first
         self.add_zero_attn = add_zero_attn
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
-        self._create_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
+        factory = {"device": device, "dtype": dtype}
+        self._create_parameters(bias, add_bias_kv, factory)
         self._reset_parameters()
+        if wanted is not None:
+            layer_variants.add(self, wanted, factory)
 
     def _create_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
         """Create the parameters in the original's order, which is also the order of their random numbers."""
@@ -152,6 +161,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Initialise every parameter again, ``out_proj`` included: the values of a new module from the same seed."""
         self.out_proj.reset_parameters()
         self._reset_parameters()
+        if self._has_variants:
+            layer_variants.reset(self)
 
     def _is_packed(self) -> bool:
         """Whether one weight projects query, key and value."""
@@ -172,7 +183,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         False also for PyTorch's encoder, which would otherwise read the weights and skip ``forward``.
         """
-        if torch.compiler.is_compiling() or not (self._is_packed() and self._has_original_shapes()):
+        if torch.compiler.is_compiling() or self._has_variants:
+            return False
+        if not (self._is_packed() and self._has_original_shapes()):
             return False
         reader: FrameType | None = sys._getframe(1)
         while reader is not None and reader.f_code.co_name in _PASSING_ON:
@@ -216,7 +229,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         shown += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
         shown += ["bias=False"] if self.in_proj_bias is None else []
         shown += ["add_bias_kv=True"] if self.bias_k is not None else []
-        return ", ".join(shown)
+        return ", ".join(shown + layer_variants.shown(self))
 
     def forward(
         self,
@@ -275,7 +288,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask, key_padding_mask, dropout_p, None, causal, need_weights, average_attn_weights
         )
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._attend_nested(inputs, options)
+            return nested.attend(_WHERE, inputs, options, bool(self.batch_first), self._attend)
         return self._attend(inputs, options)
 
     def _symbolic_call(self, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
@@ -293,6 +306,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         out_proj = state["_modules"].get("out_proj")
         if (
             not (type(need_weights) is type(average) is type(is_causal) is bool and state["_qkv_same_embed_dim"])
+            or self._has_variants
             or self.add_zero_attn
             or not (state.get("bias_k", self) is state.get("bias_v", self) is None)
             or dropout_p != 0.0
@@ -317,13 +331,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = self._input_weights()
         sizes = checks.layer_sizes(_WHERE, inputs, (self.embed_dim, self.kdim, self.vdim), batch_first)
         checks.same_kind(_WHERE, inputs, weights[0])
+        options = layer_variants.options(self, options) if self._has_variants else options
         options = layer.resolve(_WHERE, options, sizes, self.num_heads, inputs[0].device)
         if not sizes.batched:
             inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
         bias_k, bias_v, out_proj = self.bias_k, self.bias_v, self.out_proj
         appends = self.add_zero_attn or not (bias_k is bias_v is None)
         is_plain = plain.is_linear(out_proj) and plain.are_tensors((*weights, bias, out_proj.weight, out_proj.bias))
-        fused = is_plain and len(weights) == 1 and not (options.need_weights or appends)
+        fused = is_plain and len(weights) == 1 and not (options.need_weights or appends or self._has_variants)
 
         def compute(inputs: layer.QKV) -> tuple[Tensor, Tensor | None]:
             if not fused:
@@ -371,30 +386,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         parameters.both_or_none(_WHERE, ("bias_k", "bias_v"), (bias_k, bias_v))
         parameters.projections(_WHERE, weights, bias, heads, (self.embed_dim, self.kdim, self.vdim))
         q, k, v = layer.project(inputs, weights, bias, heads, batch_first)
+        if self._has_variants:
+            q, k = layer_variants.norm_and_rotate(self, q, k, batch_first)
         k, v, count = layer.append_keys(k, v, bias_k, bias_v, self.add_zero_attn)
         context, attention_weights = layer.attend(q, k, v, options, count, batch_first)
         return layer.output(self.out_proj, context), attention_weights
-
-    def _attend_nested(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
-        """The layer on nested inputs: padded, masked, and the output given back with query's lengths."""
-        if not all(tensor.is_nested for tensor in inputs):
-            kinds = ", ".join("nested" if tensor.is_nested else "dense" for tensor in inputs)
-            raise InvalidValueError(f"{_WHERE}: query, key and value must all be nested or all be dense, got {kinds}")
-        if not self.batch_first:
-            raise InvalidValueError(f"{_WHERE}: batch_first must be True for nested inputs, got False")
-        if options.attn_mask is not None or options.key_padding_mask is not None:
-            raise InvalidValueError(
-                f"{_WHERE}: attn_mask and key_padding_mask must be None for nested inputs, got a mask"
-            )
-        query, key, value = inputs
-        q, real_queries = nested.pad(query)
-        k, real_keys = (q, real_queries) if key is query else nested.pad(key)
-        v, real_values = (k, real_keys) if value is key else nested.pad(value)
-        if not torch.equal(real_keys, real_values):
-            lengths, got = real_keys.sum(1).tolist(), real_values.sum(1).tolist()
-            raise InvalidValueError(f"{_WHERE}: value must have key's lengths {lengths}, got {got}")
-        out, weights = self._attend((q, k, v), options._replace(key_padding_mask=real_keys.logical_not()))
-        if weights is not None:
-            padding = real_queries.logical_not().unsqueeze(-1)
-            weights = weights.masked_fill(padding if options.average_weights else padding.unsqueeze(1), 0.0)
-        return nested.unpad(out, real_queries, query), weights

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext.layer import QKV, Options
+from mha_ext.layer import NO_WINDOW, QKV, Options
 
-__all__ = ["Situation", "run_without_unused_rows"]
+__all__ = ["Situation", "is_finite", "run_without_unused_rows"]
 
 Results = tuple[Tensor, Tensor | None]
 
@@ -45,22 +45,23 @@ def run_without_unused_rows(compute: Callable[[QKV], Results], inputs: QKV, situ
     """
     options, _, batch_first, fused = situation
     masked = options.attn_mask is not None or options.key_padding_mask is not None
+    hides = masked or options.causal or options.window != NO_WINDOW
     # The graph of a trace must not depend on the mode.
-    if not ((masked or options.causal) and (torch.is_grad_enabled() or torch._C._get_tracing_state() is not None)):
+    if not (hides and (torch.is_grad_enabled() or torch._C._get_tracing_state() is not None)):
         return compute(inputs)
     query, key, value = inputs
     length = 1 if batch_first else 0
     is_self = query.shape[length] == key.shape[length]  # or may be: position i of one goes with i of the other
-    if is_self and not masked:  # the causal mask of self-attention hides no key, and no query, entirely
+    if is_self and not masked:  # neither causal order nor a window hides all of a key, or of a query, from itself
         return compute(inputs)
     if fused and not is_self:
         return compute(inputs)
     lost = None
     looked_at = (query,) if fused else (query, key, value)
-    if not all(_is_finite(x) for x in looked_at):
+    if not all(is_finite(x) for x in looked_at):
         inputs, lost = _cleaned(inputs, situation, is_self)
     results = compute(inputs)
-    if is_self and _is_finite(results[0]) is False:
+    if is_self and is_finite(results[0]) is False:
         results = _again_without_overflow(compute, inputs, situation, results)
     return results if lost is None else _with_nan(results, lost, batch_first)
 
@@ -138,7 +139,7 @@ def _zero(x: Tensor, unused: Tensor, batch_first: bool) -> Tensor:
     return x.masked_fill(_by_batch(unused, batch_first).unsqueeze(-1), 0.0)
 
 
-def _is_finite(x: Tensor) -> bool | None:
+def is_finite(x: Tensor) -> bool | None:
     """Whether all values are finite; None where nobody can look: traced, batched or without data."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return None
@@ -168,14 +169,22 @@ def _unused_by_key(options: Options, num_queries: int, num_keys: int, device: to
         hidden = hidden | _hides(options.attn_mask, True)[:, :, 0]
     if options.key_padding_mask is not None:
         hidden = hidden | _hides(options.key_padding_mask, False)[:, None]
-    beyond = torch.arange(num_keys, device=device) >= (num_queries if options.causal or not num_queries else num_keys)
-    if not options.causal:
+    left, right = _reach(options)
+    end = num_keys if right < 0 else num_queries + right
+    beyond = torch.arange(num_keys, device=device) >= (end if num_queries else 0)
+    if left < 0 and right < 0:
         return hidden.all(1) | beyond, hidden.all(2).all(1, keepdim=True).expand(-1, num_queries)
-    if num_keys == 0:
-        return hidden.all(1), hidden.new_ones(hidden.shape[0], num_queries)
-    seen = hidden.logical_not().cumsum(2)  # how many of the keys up to j
-    last = torch.arange(num_queries, device=device).clamp(max=num_keys - 1)
-    return hidden.all(1) | beyond, seen[:, :, last].eq(0).all(1)
+    seen = torch.nn.functional.pad(hidden.logical_not().cumsum(2), (1, 0))  # how many of the first j keys
+    queries = torch.arange(num_queries, device=device)
+    first = (queries - left).clamp(0, num_keys) if left >= 0 else torch.zeros_like(queries)
+    stop = (queries + right + 1).clamp(max=num_keys) if right >= 0 else torch.full_like(queries, num_keys)
+    return hidden.all(1) | beyond, seen[:, :, stop].eq(seen[:, :, first]).all(1)
+
+
+def _reach(options: Options) -> tuple[int, int]:
+    """How far a query sees to the left and to the right, -1 for no limit."""
+    left, right = options.window
+    return left, 0 if options.causal else right
 
 
 def _hides(mask: Tensor, true_shows: bool) -> Tensor:
@@ -188,9 +197,12 @@ def _hides(mask: Tensor, true_shows: bool) -> Tensor:
 def _hidden_pairs(options: Options, num_queries: int, num_keys: int, mask: Tensor) -> Tensor:
     """True where a query does not see a key, broadcastable to ``(B, H, T, S)``, with full T and S."""
     hidden = _hides(mask, True).expand(-1, -1, num_queries, num_keys)
-    if options.causal:
-        queries = torch.arange(num_queries, device=mask.device).unsqueeze(1)
-        hidden = hidden | (torch.arange(num_keys, device=mask.device) > queries)
+    left, right = _reach(options)
+    ahead = torch.arange(num_keys, device=mask.device) - torch.arange(num_queries, device=mask.device).unsqueeze(1)
+    if right >= 0:
+        hidden = hidden | (ahead > right)
+    if left >= 0:
+        hidden = hidden | (ahead < -left)
     if options.key_padding_mask is not None:
         hidden = hidden | _hides(options.key_padding_mask, False)[:, None, None]
     return hidden

@@ -228,10 +228,3 @@ PYTHON = [
 def test_python(call: Callable[[], object], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
-
-
-@pytest.mark.parametrize("name", ["window", "softcap", "sink", "qk_norm", "rope"])
-def test_keywords_of_later_versions_are_refused_by_name(name: str) -> None:
-    value = {"window": (2, 0), "softcap": 10.0, "sink": True, "qk_norm": True, "rope": True}[name]
-    with pytest.raises((NotImplementedError, TypeError), match=name):
-        module(12, 4, **{name: value})

@@ -12,7 +12,7 @@ from cases import generator
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from mha_ext.functional import alibi_slopes_for, bucketed_relative_bias
+from mha_ext.functional import alibi_slopes_for, bucketed_relative_bias, scaled_dot_product_attention
 
 
 # --------------------------------------------------------------------------------------------------------------- slopes
@@ -96,6 +96,22 @@ def test_buckets_of_t5_by_hand() -> None:
     assert starts == [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
     ahead = bucketed_relative_bias(table, 1, 300)[0].tolist()
     assert ahead[1:] == [n + 16 for n in back[1:]] and ahead[0] == 0
+
+
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(5, 9, 0), (9, 5, 0), (4, 9, 5)])
+def test_attention_adds_it_where_the_pair_is(queries: int, keys: int, offset: int) -> None:
+    """As a float mask made pair by pair, output and the table's gradient."""
+    table = torch.randn(8, 2, dtype=torch.float64, generator=generator(1), requires_grad=True)
+    sizes = ((1, 2, queries, 4), (1, 2, keys, 4), (1, 2, keys, 4))
+    heads = [torch.randn(size, dtype=torch.float64, generator=generator(n)) for n, size in enumerate(sizes)]
+    bias = bucketed_relative_bias(table, queries, keys, max_distance=6, offset=offset)
+    rows = [[table[bucket(j - i - offset, True, 8, 6)] for j in range(keys)] for i in range(queries)]
+    mask = torch.stack([torch.stack(row) for row in rows]).permute(2, 0, 1)
+    got = scaled_dot_product_attention(*heads, relative_bias=bias)
+    want = (heads[0] @ heads[1].mT / 2 + mask).softmax(-1) @ heads[2]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(out.square().sum(), table, retain_graph=True)[0] for out in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
 
 
 def test_no_queries_and_no_keys() -> None:
