@@ -14,7 +14,7 @@ from layer_cases import EMBED, HEADS, MODES, causal_mask, inputs_for, last_hidde
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 from tracing import Operators
-from variant_cases import KEYWORDS, exact_variant, variant
+from module_variant_cases import KEYWORDS, exact_variant, variant
 
 import mha_ext
 
