@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from layer_cases import EMBED, HEADS, MODES, gradients, inputs_for, last_hidden, mode, sequence
+from module_variant_cases import KEYWORDS, dense_layer, exact_variant, variant
 from tolerances import assert_within, double_limit, peer_limit
 from torch import Tensor
-from module_variant_cases import KEYWORDS, dense_layer, exact_variant, variant
 
 from mha_ext import reference
 

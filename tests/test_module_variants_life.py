@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from layer_cases import EMBED, HEADS, MODES, causal_mask, inputs_for, last_hidden, make, mode, same_states, sequence
+from module_variant_cases import KEYWORDS, exact_variant, variant
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 from tracing import Operators
-from module_variant_cases import KEYWORDS, exact_variant, variant
 
 import mha_ext
 
