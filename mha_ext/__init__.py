@@ -25,12 +25,14 @@ from mha_ext.chapter import (
 from mha_ext.convert import conversion_report, convert, revert
 from mha_ext.cost import parameter_count, self_attention_flops, shape_trace
 from mha_ext.grouping import to_grouped_query
+from mha_ext.layer_cached import CrossCache
 from mha_ext.module import MultiheadAttention
 from mha_ext.rotary import RotaryEmbedding
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CrossCache",
     "KVCache",
     "MultiheadAttention",
     "RotaryEmbedding",

@@ -24,8 +24,10 @@ __all__ = [
     "linear",
     "output",
     "project",
+    "projection_maps",
     "resolve",
     "shared_inputs",
+    "split_heads",
 ]
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -46,6 +48,7 @@ class Options(NamedTuple):
     window: tuple[int, int] = NO_WINDOW  # how many keys to the left and to the right, -1 for all
     softcap: float = 0.0
     sink: Tensor | None = None
+    key_range: Tensor | None = None  # as the operators take it
 
 
 def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: int, device: torch.device) -> Options:
@@ -55,7 +58,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
         TypeError: a mask is neither bool nor floating point.
         ValueError: a mask's shape or device, or the dropout probability, does not fit.
     """
-    attn_mask, key_padding_mask, dropout_p, _, causal, need_weights, average, _, window, softcap, sink = options
+    attn_mask, key_padding_mask, dropout_p = options[:3]
     if attn_mask is not None:
         shape = (sizes.batch, num_heads, sizes.num_queries, sizes.num_keys)
         attn_mask = masks.layer_mask(where, attn_mask, shape, device)
@@ -65,9 +68,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
     if dropout_p != 0.0:
         checks.dropout_probability(where, "dropout", dropout_p)
         seed = _ops.draw_seed(device)
-    return Options(
-        attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average, where, window, softcap, sink
-    )
+    return options._replace(attn_mask=attn_mask, key_padding_mask=key_padding_mask, dropout_seed=seed, where=where)
 
 
 def add_batch_axis(inputs: QKV, axis: int) -> QKV:
@@ -100,7 +101,7 @@ def output(out_proj: nn.Linear, context: Tensor) -> Tensor:
     return linear(context, out_proj.weight, out_proj.bias)
 
 
-def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
+def split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
     """``(B, T, H D)`` or ``(T, B, H D)`` as a ``(B, H, T, D)`` view."""
     first, second, width = x.shape
     x = x.view(first, second, num_heads, width // num_heads)
@@ -110,6 +111,18 @@ def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
 def _combine_heads(x: Tensor, batch_first: bool) -> Tensor:
     """``(B, H, T, D)`` to contiguous ``(B, T, H D)``, a view where the operator wrote x, or ``(T, B, H D)``."""
     return (x.transpose(1, 2) if batch_first else x.permute(2, 0, 1, 3).contiguous()).flatten(2)
+
+
+def projection_maps(
+    weights: tuple[Tensor, ...], bias: Tensor | None, heads: tuple[int, int]
+) -> tuple[tuple[Tensor, Tensor | None, int], ...]:
+    """Weight, bias and number of heads of query's, key's and value's projections, from a packed weight or three."""
+    counts = (heads[0], heads[1], heads[1])
+    if len(weights) == 1:
+        head_dim = weights[0].shape[0] // sum(counts)
+        weights = weights[0].split_with_sizes([count * head_dim for count in counts])
+    biases = (None,) * 3 if bias is None else bias.split_with_sizes([len(weight) for weight in weights])
+    return tuple(zip(weights, biases, counts, strict=True))
 
 
 def project(
@@ -139,7 +152,7 @@ def _project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tup
     counts = (num_heads, num_kv_heads, num_kv_heads)
     shared = shared_inputs(*inputs)
     if shared == 2:
-        q, k, v = _split_heads(linear(inputs[0], weight, bias), sum(counts), batch_first).split_with_sizes(counts, 1)
+        q, k, v = split_heads(linear(inputs[0], weight, bias), sum(counts), batch_first).split_with_sizes(counts, 1)
         return q, k, v
     head_dim = weight.shape[0] // sum(counts)
     groups = (num_heads, 2 * num_kv_heads) if shared == 1 else counts
@@ -148,10 +161,8 @@ def _project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tup
     biases = (None,) * len(rows) if bias is None else bias.split_with_sizes(rows)
     if shared == 0:
         return _project_separate(inputs, weights, biases, heads, batch_first)
-    q = _split_heads(linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
-    k, v = _split_heads(linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(
-        counts[1:], 1
-    )
+    q = split_heads(linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
+    k, v = split_heads(linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(counts[1:], 1)
     return q, k, v
 
 
@@ -168,7 +179,7 @@ def _project_separate(
         ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
     """
     q, k, v = (
-        _split_heads(linear(x, weight, bias), num_heads, batch_first)
+        split_heads(linear(x, weight, bias), num_heads, batch_first)
         for x, weight, bias, num_heads in zip(inputs, weights, biases, (heads[0], heads[1], heads[1]), strict=True)
     )
     return q, k, v
@@ -205,7 +216,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, num_appended_keys: int, batch_first: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on heads: the context, heads combined, in the layer's layout, and the weights if they are wanted."""
-    mask, padding, dropout_p, seed, causal, need_weights, average, where, window, softcap, sink = options
+    mask, padding, dropout_p, seed, causal, need_weights, average, where, window, softcap, sink, key_range = options
     extra: _ops.Variants = {}
     if window != NO_WINDOW:
         extra["window_left"], extra["window_right"] = window
@@ -213,6 +224,8 @@ def attend(
         extra["softcap"] = softcap
     if sink is not None:
         extra["sink"] = sink
+    if key_range is not None:
+        extra["key_range"] = key_range
     tensors, weights, appended = (q, k, v, mask, padding, seed), None, num_appended_keys
     try:
         if need_weights:

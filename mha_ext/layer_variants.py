@@ -98,13 +98,19 @@ def options(module: Any, options: layer.Options) -> layer.Options:
     )
 
 
-def norm_and_rotate(module: Any, q: Tensor, k: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Query and key heads ``(B, H, T, D)`` as attention takes them, stored in the layer's order of axes."""
+def norm_and_rotate(
+    module: Any, q: Tensor, k: Tensor, batch_first: bool, positions: Tensor | None = None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Query and key heads ``(B, H, T, D)`` as attention takes them, stored in the layer's order of axes.
+
+    ``positions`` ``(T,)`` or ``(B, T)`` plus ``offset`` are those of both; without them each counts from the offset.
+    """
     if module.q_norm is not None:
         q = _normed(module.q_norm, q, batch_first)
     if module.k_norm is not None:
         k = _normed(module.k_norm, k, batch_first)
-    return (q, k) if module.rope is None else (module.rope(q), module.rope(k))
+    rope = module.rope
+    return (q, k) if rope is None else (rope(q, positions, offset), rope(k, positions, offset))
 
 
 def _normed(norm: nn.Module, heads: Tensor, batch_first: bool) -> Tensor:

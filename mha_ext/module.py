@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mha_ext import _ops, checks, layer, layer_variants, nested, parameters, plain, unused_rows
-from mha_ext.errors import InvalidValueError
+from mha_ext import _ops, checks, layer, layer_cached, layer_variants, nested, parameters, plain, unused_rows
 from mha_ext.rotary import RotaryEmbedding
 
 __all__ = ["MultiheadAttention"]
@@ -234,8 +233,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
@@ -257,7 +256,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 size 1 where it does not vary; bool, True = may not attend; floating of any dtype, added to the scores.
             average_attn_weights: the weights' mean over heads instead of one matrix a head.
             is_causal: query i sees key j only if ``j <= i``, besides all masks; appended keys stay visible.
-            kv_cache: not implemented.
+            kv_cache: a :class:`mha_ext.KVCache`, to which the call's keys and values are appended, and whose keys the
+                queries then see causally, the last query all of them; ``key_padding_mask`` is ``(B, T)`` then and may
+                hide the end of a row. Or what :meth:`project_keys` gave, with key and value None.
 
         Returns:
             The output, contiguous, in query's layout, and the weights after dropout, ``(B, T, S)`` averaged or
@@ -266,30 +267,45 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: shapes or devices do not fit.
             TypeError: a dtype does not fit, or an argument is not a tensor.
-            NotImplementedError: ``kv_cache`` is set.
         """
+        inputs: Any = (query, key, value)
         if key_padding_mask is None and attn_mask is None and kv_cache is None and not torch.compiler.is_compiling():
-            results = self._directly((query, key, value), need_weights, average_attn_weights, is_causal)
+            results = self._directly(inputs, need_weights, average_attn_weights, is_causal)
             if results is not None:
                 return results
-        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        if kv_cache is None and not all(isinstance(given, Tensor) for given in inputs):
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
             wanted = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-            return self._symbolic_call((query, key, value), {**masks, **wanted})
-        if kv_cache is not None:
-            checks.unsupported(_WHERE, kv_cache=kv_cache)
+            symbol: tuple[Tensor, Tensor | None] = self._symbolic_call(inputs, {**masks, **wanted})
+            return symbol
         need_weights, average_attn_weights, is_causal = checks.layer_flags(
             _WHERE, need_weights, average_attn_weights, is_causal
         )
-        inputs = (query, key, value)
         dropout_p = self.dropout if self.training else 0.0
         causal = 1 if is_causal else 0
         options = layer.Options(
             attn_mask, key_padding_mask, dropout_p, None, causal, need_weights, average_attn_weights
         )
-        if query.is_nested or key.is_nested or value.is_nested:
+        if kv_cache is not None:
+            return layer_cached.attend(self, _WHERE, inputs, kv_cache, options)
+        if any(given.is_nested for given in inputs):
             return nested.attend(_WHERE, inputs, options, bool(self.batch_first), self._attend)
         return self._attend(inputs, options)
+
+    def project_keys(
+        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
+    ) -> layer_cached.CrossCache:
+        """Project keys and values once, for the ``kv_cache`` of many calls (attention to an encoder's output).
+
+        Args:
+            key: as in :meth:`forward`.
+            value: as in :meth:`forward`.
+            key_padding_mask: as in :meth:`forward`; it hides keys from every query to come.
+
+        Raises:
+            ValueError: shapes do not fit, or the layer has ``rope`` or keys of its own.
+        """
+        return layer_cached.project_keys(self, f"{_WHERE}.project_keys", (key, value), key_padding_mask)
 
     def _symbolic_call(self, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
         """The call as one node of the graph that is being traced, as ``torch.fx`` treats PyTorch's own modules."""
@@ -361,17 +377,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return parameters.given(_WHERE, **{name: getattr(self, name) for name in _SEPARATE})
 
     def _heads(self, weights: tuple[Tensor, ...]) -> tuple[int, int]:
-        """The numbers of heads, which may have been assigned, checked against the rows of the weights."""
-        num_heads, num_kv_heads = heads = (self.num_heads, self.num_kv_heads)
-        if type(num_heads) is not int or num_heads < 1:
-            checks.size(_WHERE, "num_heads", num_heads)
-        total = num_heads + 2 * num_kv_heads if len(weights) == 1 else num_heads
-        rows = weights[0].shape[0]
-        if rows % total:
-            name = "in_proj_weight" if len(weights) == 1 else "q_proj_weight"
-            heads_of = f"num_heads {num_heads}, num_kv_heads {num_kv_heads}"
-            raise InvalidValueError(f"{_WHERE}: {name} must have a multiple of {total} rows ({heads_of}), got {rows}")
-        return heads
+        return parameters.module_heads(_WHERE, weights, self.num_heads, self.num_kv_heads)
 
     def _in_pieces(
         self,

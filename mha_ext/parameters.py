@@ -10,7 +10,15 @@ from torch import Tensor
 from mha_ext import checks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["both_or_none", "function_heads", "function_parameters", "given", "projections", "static_heads"]
+__all__ = [
+    "both_or_none",
+    "function_heads",
+    "function_parameters",
+    "given",
+    "module_heads",
+    "projections",
+    "static_heads",
+]
 
 
 def projections(
@@ -48,6 +56,24 @@ def projections(
     if bias is not None and (bias.shape != (rows,) or bias.device != device):
         got = f"got {tuple(bias.shape)} on {bias.device}"
         raise InvalidValueError(f"{where}: in_proj_bias must have shape ({rows},) on {device}, {got}")
+
+
+def module_heads(where: str, weights: tuple[Tensor, ...], num_heads: Any, num_kv_heads: int) -> tuple[int, int]:
+    """A module's numbers of heads, which may have been assigned, checked against the rows of its weights.
+
+    Raises:
+        TypeError: ``num_heads`` is no int.
+        ValueError: it is not positive, or heads do not divide the rows.
+    """
+    if type(num_heads) is not int or num_heads < 1:
+        checks.size(where, "num_heads", num_heads)
+    total = num_heads + 2 * num_kv_heads if len(weights) == 1 else num_heads
+    rows = weights[0].shape[0]
+    if rows % total:
+        name = "in_proj_weight" if len(weights) == 1 else "q_proj_weight"
+        heads_of = f"num_heads {num_heads}, num_kv_heads {num_kv_heads}"
+        raise InvalidValueError(f"{where}: {name} must have a multiple of {total} rows ({heads_of}), got {rows}")
+    return num_heads, num_kv_heads
 
 
 def both_or_none(where: str, names: tuple[str, str], given: tuple[object, object]) -> None:

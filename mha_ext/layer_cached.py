@@ -1,0 +1,228 @@
+"""The layer with keys and values that are kept from call to call: decoding.
+
+A `KVCache` grows by the keys and values of each call, whose queries attend to all that it holds, causally aligned to
+the end. A `CrossCache` holds the projected keys and values of an encoder's output, to which every query attends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mha_ext import checks, layer, layer_variants, parameters
+from mha_ext.cache import KVCache
+from mha_ext.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["CrossCache", "attend", "project_keys"]
+
+
+class CrossCache:
+    """Keys and values of a sequence that does not change, projected once by `MultiheadAttention.project_keys`.
+
+    Args:
+        key: heads of keys ``(B, G, S, D)``.
+        value: heads of values ``(B, G, S, D)``.
+        key_padding_mask: ``(B, S)``, bool (True = ignore) or floating (added), or None.
+
+    Example:
+        >>> import torch, mha_ext
+        >>> attention = mha_ext.MultiheadAttention(16, 4, batch_first=True)
+        >>> memory, token = torch.randn(2, 9, 16), torch.randn(2, 1, 16)
+        >>> cache = attention.project_keys(memory, memory)
+        >>> out, _ = attention(token, None, None, kv_cache=cache, need_weights=False)
+        >>> torch.allclose(out, attention(token, memory, memory, need_weights=False)[0], atol=1e-6)
+        True
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> None:
+        self.key, self.value, self.key_padding_mask = key, value, key_padding_mask
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        return self.key.nbytes + self.value.nbytes
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Let row b go on with the keys and values of row ``batch_indices[b]`` (beam search)."""
+        self.key, self.value = self.key[batch_indices], self.value[batch_indices]
+        if self.key_padding_mask is not None and len(self.key_padding_mask) > 1:
+            self.key_padding_mask = self.key_padding_mask[batch_indices]
+
+
+def attend(
+    module: Any, where: str, inputs: tuple[Tensor, Any, Any], cache: Any, options: layer.Options
+) -> tuple[Tensor, Tensor | None]:
+    """The output and the weights, or None, of a module's call with a cache.
+
+    Args:
+        module: a `MultiheadAttention`.
+        where: its name in messages.
+        inputs: query, key, value; the latter two None with a `CrossCache`.
+        cache: `KVCache` or `CrossCache`.
+        options: of the call, in the layer's conventions; a ``key_padding_mask`` ``(B, T)`` marks padding behind the
+            new keys of each row.
+
+    Raises:
+        TypeError: the cache is neither, or an input is no tensor.
+        ValueError: an option or a shape does not fit; the cache is unchanged then.
+    """
+    if not isinstance(cache, (KVCache, CrossCache)):
+        expected = "a mha_ext.KVCache or mha_ext.CrossCache"
+        raise InvalidTypeError(f"{where}: kv_cache must be {expected}, got {type(cache).__name__}")
+    _without_other_keys(module, where, options)
+    batch_first = bool(module.batch_first)
+    if isinstance(cache, CrossCache):
+        q, options = _cross_query(module, where, inputs, cache, options)
+        k, v, batched = cache.key, cache.value, inputs[0].dim() == 3
+    else:
+        q, k, v, batched, options = _grown(module, where, inputs, cache, options)
+    if module._has_variants:
+        own = layer_variants.options(module, options)
+        options = own._replace(window=options.window) if isinstance(cache, CrossCache) else _both_windows(own, options)
+    context, weights = layer.attend(q, k, v, options, 0, batch_first)
+    out = layer.output(module.out_proj, context)
+    if batched:
+        return out, weights
+    return out.squeeze(0 if batch_first else 1), None if weights is None else weights.squeeze(0)
+
+
+def project_keys(module: Any, where: str, inputs: tuple[Tensor, Tensor], key_padding_mask: Tensor | None) -> CrossCache:
+    """Keys and values through the module's projections, as heads, for queries to come."""
+    _without_other_keys(module, where, layer.Options())
+    key, value = inputs
+    checks.tensors(where, key, key, value)
+    call = _checked(module, where, (_like(key, module.embed_dim), key, value))
+    k, v = call.heads(1), call.heads(2)
+    if module._has_variants:
+        _require_no_rope(module, where)
+        k = layer_variants.norm_and_rotate(module, k, k, bool(module.batch_first))[1]
+    if key_padding_mask is not None:
+        given = layer.Options(key_padding_mask=key_padding_mask)
+        key_padding_mask = layer.resolve(where, given, call.sizes, module.num_heads, key.device).key_padding_mask
+    return CrossCache(k, v, key_padding_mask)
+
+
+def _without_other_keys(module: Any, where: str, options: layer.Options) -> None:
+    given = {"add_bias_kv": module.bias_k is not None, "add_zero_attn": module.add_zero_attn}
+    given["attn_mask"] = options.attn_mask is not None
+    for name, is_set in given.items():
+        if is_set:
+            raise InvalidValueError(f"{where}: {name} must not be set together with kv_cache")
+
+
+def _require_no_rope(module: Any, where: str) -> None:
+    if module.rope is not None:
+        raise InvalidValueError(f"{where}: rope must be None with a CrossCache: queries' positions are not known")
+
+
+class _Call(NamedTuple):
+    """A call's inputs with a batch axis, checked, and how each of them is projected."""
+
+    inputs: layer.QKV
+    maps: tuple[tuple[Tensor, Tensor | None, int], ...]  # weight, bias and number of heads
+    counts: tuple[int, int]  # heads of query, of key and value
+    sizes: checks.LayerSizes
+    batch_first: bool
+
+    def heads(self, which: int) -> Tensor:
+        """Heads of query (0), key (1) or value (2)."""
+        weight, bias, count = self.maps[which]
+        return layer.split_heads(layer.linear(self.inputs[which], weight, bias), count, self.batch_first)
+
+
+def _checked(module: Any, where: str, inputs: layer.QKV) -> _Call:
+    checks.tensors(where, *inputs)
+    checks.dense(where, inputs)
+    batch_first, weights, bias = bool(module.batch_first), module._input_weights(), module.in_proj_bias
+    widths = (module.embed_dim, module.kdim, module.vdim)
+    sizes = checks.layer_sizes(where, inputs, widths, batch_first)
+    checks.same_kind(where, inputs, weights[0])
+    if not sizes.batched:
+        inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
+    heads = module._heads(weights)
+    parameters.projections(where, weights, bias, heads, widths)
+    return _Call(inputs, layer.projection_maps(weights, bias, heads), heads, sizes, batch_first)
+
+
+def _like(given: Tensor, width: int) -> Tensor:
+    """Something of another width for the checks of all three inputs; nothing reads it."""
+    return given.new_zeros(()).expand(*given.shape[:-1], width)
+
+
+def _cross_query(
+    module: Any, where: str, inputs: tuple[Tensor, Any, Any], cache: CrossCache, options: layer.Options
+) -> tuple[Tensor, layer.Options]:
+    """Query heads, and the options with the cache's padding."""
+    query, key, value = inputs
+    if not (key is value is None):
+        raise InvalidValueError(f"{where}: key and value must be None with a CrossCache, which holds them")
+    if options.key_padding_mask is not None or options.causal:
+        name = "key_padding_mask" if options.key_padding_mask is not None else "is_causal"
+        raise InvalidValueError(f"{where}: {name} must not be set with a CrossCache")
+    checks.tensor(where, "query", query)
+    call = _checked(module, where, (query, _like(query, module.kdim), _like(query, module.vdim)))
+    q, sizes = call.heads(0), call.sizes
+    if sizes.batch != len(cache.key):
+        raise InvalidValueError(f"{where}: query must have kv_cache's batch size {len(cache.key)}, got {sizes.batch}")
+    if module._has_variants:
+        _require_no_rope(module, where)
+        q = layer_variants.norm_and_rotate(module, q, q, bool(module.batch_first))[0]
+    resolved = layer.resolve(where, options, sizes, module.num_heads, query.device)
+    return q, resolved._replace(key_padding_mask=cache.key_padding_mask)
+
+
+def _grown(
+    module: Any, where: str, inputs: layer.QKV, cache: KVCache, options: layer.Options
+) -> tuple[Tensor, Tensor, Tensor, bool, layer.Options]:
+    """Query heads, all keys and values after those of this call have joined, whether batched, and who sees what."""
+    call = _checked(module, where, inputs)
+    sizes = call.sizes
+    if sizes.num_queries != sizes.num_keys:
+        lengths = f"{sizes.num_queries}, got {sizes.num_keys}"
+        raise InvalidValueError(f"{where}: key must have query's length with a KVCache, {lengths}")
+    real = _real_lengths(where, options.key_padding_mask, sizes)
+    device = inputs[0].device
+    options = layer.resolve(where, options._replace(key_padding_mask=None), sizes, module.num_heads, device)
+    q, k, v = layer.project(call.inputs, module._input_weights(), module.in_proj_bias, call.counts, call.batch_first)
+    if module._has_variants:
+        if cache.ragged:
+            positions = cache.lengths.unsqueeze(-1) + torch.arange(sizes.num_queries, device=device)
+            q, k = layer_variants.norm_and_rotate(module, q, k, call.batch_first, positions)
+        else:
+            q, k = layer_variants.norm_and_rotate(module, q, k, call.batch_first, offset=cache.length)
+    cache.append(k, v, real)
+    keys, values = cache.key_value()
+    if real is None and not cache.ragged:
+        window = layer.NO_WINDOW if cache.window is None else (cache.window - 1, -1)
+        return q, keys, values, sizes.batched, options._replace(causal=2, window=window)
+    key_range = cache.key_range(sizes.num_queries)
+    return q, keys, values, sizes.batched, options._replace(causal=0, key_range=key_range)
+
+
+def _real_lengths(where: str, padding: Any, sizes: checks.LayerSizes) -> Tensor | None:
+    """How many of each row's new keys are real, from a mask of padding behind them."""
+    if padding is None:
+        return None
+    checks.tensor(where, "key_padding_mask", padding)
+    expected = (sizes.batch, sizes.num_keys) if sizes.batched else (sizes.num_keys,)
+    if padding.dtype != torch.bool or tuple(padding.shape) != expected:
+        got = f"{padding.dtype} {tuple(padding.shape)}"
+        raise InvalidValueError(f"{where}: key_padding_mask must be bool {expected} with a KVCache, got {got}")
+    padding = padding.reshape(sizes.batch, sizes.num_keys)
+    if bool((padding[:, :-1] & ~padding[:, 1:]).any()):
+        raise InvalidValueError(f"{where}: key_padding_mask must mark padding behind the keys only, with a KVCache")
+    return padding.logical_not().sum(1)  # type: ignore[no-any-return]
+
+
+def _both_windows(own: layer.Options, options: layer.Options) -> layer.Options:
+    """A module's options with the cache's window, or ranges, as well; queries see nothing behind themselves anyway."""
+    left, cache_left = own.window[0], options.window[0]
+    if options.key_range is None:
+        return own._replace(window=(left if cache_left < 0 else cache_left if left < 0 else min(left, cache_left), -1))
+    if left < 0:
+        return own._replace(window=layer.NO_WINDOW)
+    start, stop = options.key_range
+    start = torch.maximum(start, stop - 1 - left)
+    return own._replace(window=layer.NO_WINDOW, key_range=torch.stack((start, stop)))
