@@ -132,17 +132,19 @@ void cap_few_scores(const AttentionParams& p, int64_t keys, typename V::Scalar* 
 // S of a tile before masks and softcap.
 template <class V>
 void multiply_few_keys(const AttentionParams& p, const QueryBlock& tile, int64_t rows, FewScratch<V>& s) {
+  const ComingRows values(p.value, tile, p.value_dim);
   if constexpr (V::kMultipliesPairs) {
     if (s.query_pairs != nullptr) {
       const Rows<BFloat16Pair> keys{pointer_to<BFloat16Pair>(static_cast<const void*>(first_half(p.key, tile))),
                                     p.key.stride_t / 2};
-      multiply_few<V>(s.query_pairs, RowVectors<V>(p.head_dim / 2), keys, tile.count, s.scores, s.mask);
+      multiply_few<V>(s.query_pairs, RowVectors<V>(p.head_dim / 2), keys, tile.count, s.scores, s.mask, values);
       scale_few_scores<V>(p, tile.count, s.scores, s.mask);
       return;
     }
   }
-  with_few_rows<V>(p.key, tile, p.head_dim, rows, s.keys,
-                   [&](const auto& keys) { multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask); });
+  with_few_rows<V>(p.key, tile, p.head_dim, rows, s.keys, [&](const auto& keys) {
+    multiply_few<V>(s.queries, s.head, keys, tile.count, s.scores, s.mask, values);
+  });
 }
 
 // P of a tile; false when no row sees any of its keys.
@@ -170,7 +172,8 @@ void forward_few_tile(const AttentionParams& p, const KeyRange& range, const Gro
   }
   with_few_rows<V>(p.value, tile, p.value_dim, rows.count, s.values, [&](const auto& values) {
     const bool look = s.mask.hides_pairs && few_nonfinite<V>(values, tile.count, s.value);
-    add_few_products<V>(few_weighted<V>(s.scores, values, tile.count, look), s.value, s.accumulator, s.mask);
+    const ComingRows keys(p.key, {tile.batch, tile.head, tile.begin + kFewKeys, kFewKeys}, p.head_dim);
+    add_few_products<V>(few_weighted<V>(s.scores, values, tile.count, look, keys), s.value, s.accumulator, s.mask);
   });
 }
 

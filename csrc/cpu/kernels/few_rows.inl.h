@@ -75,23 +75,39 @@ constexpr int few_keys_together() {
   return V::kWidth < 8 ? 8 : V::kWidth;
 }
 
-// Rows that are read a few numbers at a time are no stream that a processor fetches ahead by itself. About a page of
-// them at once was measured best (AMD Zen 4, one core: 15 GB/s without, 27 of 30 with; twice as much at once: 17).
-template <class V, typename Element>
-MHA_EXT_INLINE void prefetch_rows(const Element* row, int64_t ld, int64_t count, const RowVectors<V>& columns) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-  for (int64_t r = 0; r < count; ++r, row += ld) {
-    for (int64_t c = 0; c < columns.padded(); c += kLine) __builtin_prefetch(row + c);
+// Rows of a tile that is read next: V while K is multiplied, the next K while V is added up. Rows that are read a few
+// numbers at a time are no stream that a processor fetches ahead by itself. Eight rows at a time: about a page at once
+// was measured best (AMD Zen 4, one core, 128 floats a row: 15 GB/s without, 27 of 30 with; twice as much at once: 17).
+struct ComingRows {
+  const char* data = nullptr;
+  int64_t stride = 0, length = 0;  // bytes
+
+  ComingRows() = default;
+  ComingRows(const TensorView& t, const QueryBlock& rows, int64_t cols) {
+    const int64_t size = t.type == ElementType::Float64 ? 8 : t.type == ElementType::Float32 ? 4 : 2;
+    if (t.stride_d != 1) return;
+    data = static_cast<const char*>(t.data) +
+           (rows.batch * t.stride_b + rows.head * t.stride_h + rows.begin * t.stride_t) * size;
+    stride = t.stride_t * size, length = cols * size;
   }
-}
+
+  MHA_EXT_INLINE void fetch(int64_t first, int64_t count) const {
+    const char* row = data + first * stride;
+    for (int64_t r = 0; r < count; ++r, row += stride) {
+      for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+  }
+};
+
+constexpr int64_t kFewFetched = 8;
 
 // Where so many rows begin; those from `count` on are the last one again.
 template <class V, typename Element>
 struct OtherRows {
   const Element* row[few_keys_together<V>()];
-  const Element* next = nullptr;  // as many rows that follow them, unless null: to be fetched
-  int64_t ld;
-  OtherRows(const Rows<Element>& rows, int64_t first, int64_t count) : ld(rows.ld) {
+  const ComingRows* coming = nullptr;  // as many rows from `first` on are fetched, unless null
+  int64_t first;
+  OtherRows(const Rows<Element>& rows, int64_t first, int64_t count) : first(first) {
     for (int i = 0; i < few_keys_together<V>(); ++i) row[i] = rows.data + min_of(first + i, count - 1) * rows.ld;
   }
 };
@@ -124,10 +140,7 @@ MHA_EXT_INLINE void multiply_rows(const FewPointers<Own>& own, const OtherRows<V
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sum[j][i] = V::zero();
   }
-  if (others.next != nullptr) {
-    constexpr int kBefore = kStep == 1 ? kFirst : kFirst * kRows;  // fetched with rows before these
-    prefetch_rows<V>(others.next + kBefore * others.ld, others.ld, kRows, columns);
-  }
+  if (others.coming != nullptr) others.coming->fetch(others.first + (kStep == 1 ? kFirst : kFirst * kRows), kRows);
   const int64_t end = columns.whole * V::kWidth;
   int64_t c = 0;
   do {
@@ -199,10 +212,9 @@ struct WeightedRows {
   int64_t count;
   const typename V::Scalar* addend;
   int64_t step;
-  bool fetches = false;  // rows that come after those in use
+  const ComingRows* coming = nullptr;  // as many rows from `first` on are fetched, unless null
+  int64_t first = 0;
 };
-
-constexpr int64_t kFewFetched = 8, kFewAhead = 16;  // rows fetched at a time, and how far on
 
 // Sums may begin afresh, and lie as rows do then; else they are added to, their vectors side by side.
 enum class Sums { Fresh, SideBySide };
@@ -237,9 +249,7 @@ MHA_EXT_INLINE void add_weighted_slots(const WeightedRows<V, Element>& w,
     for (int v = 0; v < kVectors; ++v) sum[j][v] = V::zero();
   }
   for (int64_t k = 0; k < w.count; ++k) {
-    if (w.fetches && slot == 0 && k % kFewFetched == 0) {
-      prefetch_rows<V>(w.rows.data + (k + kFewAhead) * w.rows.ld, w.rows.ld, kFewFetched, columns);
-    }
+    if (w.coming != nullptr && slot == 0 && k % kFewFetched == 0) w.coming->fetch(w.first + k, kFewFetched);
     add_one_row<V, kOwn, kVectors, kLook>(w, weights, row, k, sum);
   }
 #pragma GCC unroll 8
