@@ -68,7 +68,10 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
     if dropout_p != 0.0:
         checks.dropout_probability(where, "dropout", dropout_p)
         seed = _ops.draw_seed(device)
-    return options._replace(attn_mask=attn_mask, key_padding_mask=key_padding_mask, dropout_seed=seed, where=where)
+    _, _, _, _, causal, need_weights, average, _, window, softcap, sink, key_range = options
+    seen = (window, softcap, sink, key_range)
+    # Not _replace: a short sequence would notice.
+    return Options(attn_mask, key_padding_mask, dropout_p, seed, causal, need_weights, average, where, *seen)
 
 
 def add_batch_axis(inputs: QKV, axis: int) -> QKV:

@@ -273,7 +273,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             results = self._directly(inputs, need_weights, average_attn_weights, is_causal)
             if results is not None:
                 return results
-        if kv_cache is None and not all(isinstance(given, Tensor) for given in inputs):
+        are_tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        if kv_cache is None and not are_tensors:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
             wanted = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
             symbol: tuple[Tensor, Tensor | None] = self._symbolic_call(inputs, {**masks, **wanted})
@@ -288,7 +289,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         if kv_cache is not None:
             return layer_cached.attend(self, _WHERE, inputs, kv_cache, options)
-        if any(given.is_nested for given in inputs):
+        if query.is_nested or inputs[1].is_nested or inputs[2].is_nested:
             return nested.attend(_WHERE, inputs, options, bool(self.batch_first), self._attend)
         return self._attend(inputs, options)
 
