@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from mha_ext import _ops, axes, checks, errors, masks, variants
+from mha_ext import _ops, axes, checks, errors, jagged, masks, variants
 from mha_ext.errors import InvalidValueError
 from mha_ext.layer_function import multi_head_attention_forward
 from mha_ext.merging import merge_attention
@@ -109,7 +109,8 @@ def scaled_dot_product_attention(
     """``softmax(scale · Q Kᵀ + mask) V`` on heads, without a tensor of T x S numbers.
 
     Args:
-        query: ``(..., H, T, D)``, any number of leading axes (also none) and any strides.
+        query: ``(..., H, T, D)``, any number of leading axes (also none) and any strides; or, as key and value then,
+            a jagged nested tensor ``(B, H, length, D)``, computed as :func:`varlen_attention` does.
         key: ``(..., G, S, D)``.
         value: ``(..., G, S, D_v)``.
         attn_mask: broadcastable to ``(..., H, T, S)``; bool, True = may attend; any floating dtype, added to the
@@ -175,6 +176,9 @@ def scaled_dot_product_attention(
     if not (type(is_causal) is type(enable_gqa) is type(return_lse) is bool):
         checks.flags(where, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     checks.tensors(where, query, key, value)
+    if query.is_nested and query.layout == torch.jagged:
+        out: Tensor = jagged.attend(**locals())
+        return out
     checks.dense(where, (query, key, value))
     checks.one_of(where, "causal_alignment", causal_alignment, _ALIGNMENT_NAMES)
     if return_weights is not None and return_weights not in _WEIGHTS:
