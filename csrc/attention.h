@@ -97,6 +97,20 @@ inline bool is_half(const at::Tensor& tensor) {
 
 // What the backward of the weights takes besides query, key, masks and numbers; the output's has an operator above.
 
+// Keys and values where a cache of pages holds them (Kwon et al. 2023), for few queries; without derivatives.
+struct PagedArguments {
+  at::Tensor query;        // (B, H, T_q, D)
+  at::Tensor key_pages;    // (pages, H_kv, page size, D)
+  at::Tensor value_pages;  // (pages, H_kv, page size, D_v)
+  at::Tensor page_table;   // int32 (B, at most so many pages): key j of sample b is in page_table[b][j / page size]
+  at::Tensor key_range;    // as in Variants
+  at::Tensor sink;         // as in Variants
+  std::optional<double> scale = std::nullopt;
+  double softcap = 0.0;
+};
+
+AttentionResult call_paged_attention(const PagedArguments& arguments);
+
 struct WeightsCotangents {
   at::Tensor grad_weights;
   at::Tensor lse;

@@ -201,9 +201,20 @@ WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a
   return call_attention_weights_backward(a, c);
 }
 
+// A cache of pages is state of inference.
+AttentionResult paged_attention_autograd(const PagedArguments& a) {
+  const std::array<at::Tensor, 4> inputs{a.query, a.key_pages, a.value_pages, a.sink};
+  TORCH_CHECK_NOT_IMPLEMENTED(!needs_gradient(inputs) && !must_decompose(inputs),
+                              "paged_attention: inputs must not need derivatives, got one that does (gather the pages "
+                              "and call attention)");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_paged_attention(a);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
+  m.impl("paged_attention", TORCH_FN(paged_attention_kernel<paged_attention_autograd>));
   m.impl("attention", TORCH_FN(attention_kernel<attention_autograd>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_autograd>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_autograd>));

@@ -327,6 +327,31 @@ void check_attention_weights_backward(const AttentionArguments& a, const Weights
   check_is_given({function, "sink"}, a.variants.sink, c.output_mask[5]);
 }
 
+void check_paged_attention(const PagedArguments& a) {
+  const char* function = "paged_attention";
+  const Argument query{function, "query"}, key{function, "key_pages"}, value{function, "value_pages"};
+  check_rank(query, a.query, 4, "(batch, heads, query length, head_dim)");
+  check_float(query, a.query);
+  check_rank(key, a.key_pages, 4, "(pages, key/value heads, page size, head_dim)");
+  check_same_kind(key, a.key_pages, a.query);
+  check_size(key, a.key_pages, 3, a.query.sym_size(3), "query's head_dim");
+  const c10::SymInt heads = a.query.sym_size(1), kv_heads = a.key_pages.sym_size(1);
+  TORCH_CHECK_VALUE(kv_heads >= 1 && heads >= 1 && heads % kv_heads == 0, key,
+                    " have a number of heads that divides query's ", heads, " (size 1), got ", kv_heads);
+  TORCH_CHECK_VALUE(a.key_pages.sym_size(2) >= 1, key, " have a page size of at least 1 (size 2), got 0");
+  check_rank(value, a.value_pages, 4, "(pages, key/value heads, page size, value head_dim)");
+  check_same_kind(value, a.value_pages, a.query);
+  for (int64_t dim = 0; dim < 3; ++dim) check_size(value, a.value_pages, dim, a.key_pages.sym_size(dim), "key_pages'");
+  const Argument table{function, "page_table"};
+  TORCH_CHECK_TYPE(a.page_table.scalar_type() == at::kInt, table, " be int32, got ", a.page_table.scalar_type());
+  check_device(table, a.page_table, a.query);
+  check_rank(table, a.page_table, 2, "(batch, pages of a row)");
+  check_size(table, a.page_table, 0, a.query.sym_size(0), "query's batch size");
+  check_numbers(function, 0.0, kNotCausal, a.scale);
+  const PairSizes sizes{a.query.sym_size(0), heads, a.query.sym_size(2), a.page_table.sym_size(1)};
+  check_variants(function, Variants{a.key_range, {}, a.sink, kNoLimit, kNoLimit, a.softcap}, sizes, a.query);
+}
+
 void check_layer(const LayerArguments& a) {
   const char* function = "multi_head_attention";
   TORCH_CHECK_VALUE(a.num_kv_heads >= 1 && a.num_heads >= 1 && a.num_heads % a.num_kv_heads == 0, function,

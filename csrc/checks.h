@@ -11,6 +11,7 @@ void check_attention(const char* function, const AttentionArguments& arguments);
 void check_attention_for_backward(const AttentionArguments& arguments, int64_t weights);
 void check_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 void check_attention_weights_backward(const AttentionArguments& arguments, const WeightsCotangents& cotangents);
+void check_paged_attention(const PagedArguments& arguments);
 void check_layer(const LayerArguments& arguments);
 void check_layer_backward(const LayerArguments& arguments, const LayerCotangents& cotangents);
 

@@ -90,6 +90,18 @@ ForBackwardResult attention_for_backward_math(const AttentionArguments& a, int64
           rounding_of(out, a.query)};
 }
 
+AttentionResult paged_attention_math(const PagedArguments& a) {
+  check_paged_attention(a);
+  const auto gather = [&](const at::Tensor& pages) {
+    const at::Tensor rows = pages.index_select(0, a.page_table.flatten()).unflatten_symint(0, a.page_table.sym_sizes());
+    return rows.transpose(1, 2).flatten(2, 3);
+  };
+  AttentionArguments gathered{a.query, gather(a.key_pages), gather(a.value_pages), {}, {}, {}};
+  gathered.scale = a.scale;
+  gathered.variants = {a.key_range, {}, a.sink, kNoLimit, kNoLimit, a.softcap};
+  return attention_math(gathered);
+}
+
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {
   check_attention_backward(a, c);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -122,6 +134,7 @@ TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_math>));
   m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_math>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_math>));
+  m.impl("paged_attention", TORCH_FN(paged_attention_kernel<paged_attention_math>));
 }
 
 }  // namespace mha_ext

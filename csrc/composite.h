@@ -9,6 +9,8 @@ namespace mha_ext {
 AttentionResult attention_math(const AttentionArguments& arguments);
 AttentionGradients attention_backward_math(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
 
+AttentionResult paged_attention_math(const PagedArguments& arguments);
+
 WeightsResult attention_with_weights_math(const AttentionArguments& arguments, bool average);
 ForBackwardResult attention_for_backward_math(const AttentionArguments& arguments, int64_t weights);
 // One head after the other, so that the pair tensors of one head are held at a time.

@@ -38,6 +38,11 @@ AttentionResult attention_meta(const AttentionArguments& a) {
   return attention_results(a);
 }
 
+AttentionResult paged_attention_meta(const PagedArguments& a) {
+  check_paged_attention(a);
+  return attention_results({a.query, a.key_pages, a.value_pages, {}, {}, {}});
+}
+
 AttentionGradients attention_backward_meta(const AttentionArguments& a, const AttentionCotangents& c) {
   check_attention_backward(a, c);
   return {gradient_like(c.output_mask[0], a.query),
@@ -125,6 +130,7 @@ TORCH_LIBRARY_IMPL(mha_ext, Meta, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_meta>));
   m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_meta>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_meta>));
+  m.impl("paged_attention", TORCH_FN(paged_attention_kernel<paged_attention_meta>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_meta>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_meta>));
   m.impl("multi_head_attention", TORCH_FN(multi_head_attention_kernel<multi_head_attention_meta>));

@@ -26,6 +26,12 @@ AttentionResult call_attention(const AttentionArguments& a) {
                  v.window_right, v.softcap);
 }
 
+AttentionResult call_paged_attention(const PagedArguments& a) {
+  static const auto op = find<decltype(paged_attention_kernel<nullptr>)>("mha_ext::paged_attention");
+  return op.call(a.query, a.key_pages, a.value_pages, a.page_table, a.key_range, to_optional(a.sink), a.scale,
+                 a.softcap);
+}
+
 AttentionGradients call_attention_backward(const AttentionArguments& a, const AttentionCotangents& c) {
   const Variants& v = a.variants;
   static const auto op = find<decltype(attention_backward_kernel<nullptr>)>("mha_ext::attention_backward");
@@ -115,6 +121,10 @@ TORCH_LIBRARY(mha_ext, m) {
       "Tensor? key_padding_mask, Tensor? dropout_seed, Tensor lse, *, float dropout_p, int causal, float? scale, "
       "int num_appended_keys, bool average, bool[6] output_mask",
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "paged_attention(Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table, Tensor key_range, "
+      "Tensor? sink=None, *, float? scale=None, float softcap=0.0) -> (Tensor out, Tensor lse)",
+      tags);
   m.def(
       "multi_head_attention(Tensor query, Tensor key, Tensor value, Tensor in_proj_weight, Tensor? in_proj_bias, "
       "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "

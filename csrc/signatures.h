@@ -88,6 +88,15 @@ WeightsGradients attention_weights_backward_kernel(
 }
 
 template <auto kFunction>
+AttentionResult paged_attention_kernel(const at::Tensor& query, const at::Tensor& key_pages,
+                                       const at::Tensor& value_pages, const at::Tensor& page_table,
+                                       const at::Tensor& key_range, const OptionalTensor& sink,
+                                       std::optional<double> scale, double softcap) {
+  return kFunction(
+      PagedArguments{query, key_pages, value_pages, page_table, key_range, from_optional(sink), scale, softcap});
+}
+
+template <auto kFunction>
 LayerResult multi_head_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                         const at::Tensor& in_proj_weight, const OptionalTensor& in_proj_bias,
                                         const at::Tensor& out_proj_weight, const OptionalTensor& out_proj_bias,

@@ -30,6 +30,7 @@ __all__ = [
     "multi_head_attention",
     "multi_head_attention_backward",
     "operators",
+    "paged_attention",
 ]
 
 
@@ -58,6 +59,7 @@ _attention_backward = operators.attention_backward.default
 _attention_for_backward = operators.attention_for_backward.default
 _attention_with_weights = operators.attention_with_weights.default
 _attention_weights_backward = operators.attention_weights_backward.default
+_paged_attention = operators.paged_attention.default
 _multi_head_attention = operators.multi_head_attention.default
 _multi_head_attention_backward = operators.multi_head_attention_backward.default
 
@@ -99,21 +101,11 @@ def attention(
     """``softmax(scale · Q Kᵀ + mask) V`` and the natural log-sum-exp of the masked scores.
 
     Returns:
-        out ``(B, H, T, D_v)``, its axes stored in the order of query's, and lse ``(B, H, T)``, -inf where no
-            key is visible.
+        out ``(B, H, T, D_v)``, its axes stored in the order of query's, and lse ``(B, H, T)``, -inf without a key.
     """
+    tensors = (query, key, value, attn_mask, key_padding_mask, dropout_seed)
     result: tuple[Tensor, Tensor] = _attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        key_padding_mask,
-        dropout_seed,
-        dropout_p=dropout_p,
-        causal=causal,
-        scale=scale,
-        num_appended_keys=num_appended_keys,
-        **variants,
+        *tensors, dropout_p=dropout_p, causal=causal, scale=scale, num_appended_keys=num_appended_keys, **variants
     )
     return result
 
@@ -249,6 +241,28 @@ def attention_weights_backward(
         average=average,
         output_mask=output_mask,
         **variants,
+    )
+    return result
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    key_range: Tensor,
+    sink: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` on keys and values in pages, which few queries read where they lie; without derivatives.
+
+    Pages are ``(pages, H_kv, page size, D)``; key j of sample b lies in page ``page_table[b, j // page size]``, int32.
+    ``key_range`` and ``sink`` are those of :class:`Variants`.
+    """
+    result: tuple[Tensor, Tensor] = _paged_attention(
+        query, key_pages, value_pages, page_table, key_range, sink, scale=scale, softcap=softcap
     )
     return result
 

@@ -20,6 +20,7 @@ __all__ = [
     "add_batch_axis",
     "append_keys",
     "attend",
+    "combine_heads",
     "fused",
     "linear",
     "output",
@@ -111,7 +112,7 @@ def split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
     return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
 
 
-def _combine_heads(x: Tensor, batch_first: bool) -> Tensor:
+def combine_heads(x: Tensor, batch_first: bool) -> Tensor:
     """``(B, H, T, D)`` to contiguous ``(B, T, H D)``, a view where the operator wrote x, or ``(T, B, H D)``."""
     return (x.transpose(1, 2) if batch_first else x.permute(2, 0, 1, 3).contiguous()).flatten(2)
 
@@ -239,7 +240,7 @@ def attend(
             out, _ = _ops.attention(*tensors, dropout_p=dropout_p, causal=causal, num_appended_keys=appended, **extra)
     except (ValueError, TypeError) as error:
         errors.pass_on(error, where)
-    return _combine_heads(out, batch_first), weights
+    return combine_heads(out, batch_first), weights
 
 
 def fused(

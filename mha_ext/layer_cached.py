@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext import checks, layer, layer_variants, parameters
+from mha_ext import _ops, checks, layer, layer_variants, parameters
 from mha_ext.cache import KVCache
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
@@ -73,15 +73,21 @@ def attend(
         raise InvalidTypeError(f"{where}: kv_cache must be {expected}, got {type(cache).__name__}")
     _without_other_keys(module, where, options)
     batch_first = bool(module.batch_first)
+    batched = isinstance(inputs[0], Tensor) and inputs[0].dim() == 3
     if isinstance(cache, CrossCache):
         q, options = _cross_query(module, where, inputs, cache, options)
-        k, v, batched = cache.key, cache.value, inputs[0].dim() == 3
     else:
-        q, k, v, batched, options = _grown(module, where, inputs, cache, options)
+        q, options = _grown(module, where, inputs, cache, options)
     if module._has_variants:
         own = layer_variants.options(module, options)
         options = own._replace(window=options.window) if isinstance(cache, CrossCache) else _both_windows(own, options)
-    context, weights = layer.attend(q, k, v, options, 0, batch_first)
+    if isinstance(cache, CrossCache):
+        context, weights = layer.attend(q, cache.key, cache.value, options, 0, batch_first)
+    elif options.key_range is not None and _reads_pages(cache, options):
+        heads, _ = _ops.paged_attention(q, *cache.pages(), options.key_range, options.sink, softcap=options.softcap)
+        context, weights = layer.combine_heads(heads, batch_first), None
+    else:
+        context, weights = layer.attend(q, *cache.key_value(), options, 0, batch_first)
     out = layer.output(module.out_proj, context)
     if batched:
         return out, weights
@@ -173,10 +179,15 @@ def _cross_query(
     return q, resolved._replace(key_padding_mask=cache.key_padding_mask)
 
 
+def _reads_pages(cache: KVCache, options: layer.Options) -> bool:
+    """Whether attention may read the cache's pages where they lie."""
+    return cache.page_size is not None and cache.storage is None and not options.need_weights and not options.dropout_p
+
+
 def _grown(
     module: Any, where: str, inputs: layer.QKV, cache: KVCache, options: layer.Options
-) -> tuple[Tensor, Tensor, Tensor, bool, layer.Options]:
-    """Query heads, all keys and values after those of this call have joined, whether batched, and who sees what."""
+) -> tuple[Tensor, layer.Options]:
+    """Query heads, after the keys and values of this call have joined the cache, and who sees what."""
     call = _checked(module, where, inputs)
     sizes = call.sizes
     if sizes.num_queries != sizes.num_keys:
@@ -193,12 +204,10 @@ def _grown(
         else:
             q, k = layer_variants.norm_and_rotate(module, q, k, call.batch_first, offset=cache.length)
     cache.append(k, v, real)
-    keys, values = cache.key_value()
-    if real is None and not cache.ragged:
+    if real is None and not cache.ragged and not _reads_pages(cache, options):
         window = layer.NO_WINDOW if cache.window is None else (cache.window - 1, -1)
-        return q, keys, values, sizes.batched, options._replace(causal=2, window=window)
-    key_range = cache.key_range(sizes.num_queries)
-    return q, keys, values, sizes.batched, options._replace(causal=0, key_range=key_range)
+        return q, options._replace(causal=2, window=window)
+    return q, options._replace(causal=0, key_range=cache.key_range(sizes.num_queries))
 
 
 def _real_lengths(where: str, padding: Any, sizes: checks.LayerSizes) -> Tensor | None:

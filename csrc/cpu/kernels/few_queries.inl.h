@@ -129,6 +129,25 @@ void cap_few_scores(const AttentionParams& p, int64_t keys, typename V::Scalar* 
   }
 }
 
+// Where a tile's rows of K and V lie: in the sample, or in a page.
+MHA_EXT_INLINE QueryBlock place_of(const AttentionParams& p, const QueryBlock& tile) {
+  if (p.pages == nullptr) return tile;
+  return {p.pages[tile.batch * p.pages_stride_b + tile.begin / p.page_size], tile.head, tile.begin % p.page_size,
+          tile.count};
+}
+
+// From `begin` to the end of a tile of keys that lie together.
+MHA_EXT_INLINE int64_t few_tile_end(const AttentionParams& p, int64_t begin, int64_t end) {
+  const int64_t most = p.pages == nullptr ? kFewKeys : min_of(kFewKeys, p.page_size - begin % p.page_size);
+  return min_of(begin + most, end);
+}
+
+// K of the tile behind a tile.
+MHA_EXT_INLINE ComingRows coming_keys(const AttentionParams& p, const QueryBlock& tile) {
+  const QueryBlock next{tile.batch, tile.head, tile.begin + tile.count, kFewKeys};
+  return next.begin < p.num_keys ? ComingRows(p.key, place_of(p, next), p.head_dim) : ComingRows();
+}
+
 // S of a tile before masks and softcap.
 template <class V>
 void multiply_few_keys(const AttentionParams& p, const QueryBlock& tile, int64_t rows, FewScratch<V>& s) {
@@ -152,7 +171,7 @@ template <class V>
 bool weigh_few(const AttentionParams& p, const KeyRange& range, const GroupRows& rows, const QueryBlock& tile,
                FewScratch<V>& s) {
   if (!resolve_few_masks<V>(p, range, rows, tile, s.mask)) return false;
-  multiply_few_keys<V>(p, tile, rows.count, s);
+  multiply_few_keys<V>(p, place_of(p, tile), rows.count, s);
   if (p.softcap > 0) cap_few_scores<V>(p, tile.count, s.scores, s.mask);
   for (int64_t i = 0; i < s.mask.active_rows; ++i) {
     const int64_t r = s.mask.active[i];
@@ -170,9 +189,10 @@ void forward_few_tile(const AttentionParams& p, const KeyRange& range, const Gro
       drop_few<V>(p, range.batch, row, tile, s.scores + row.index * kFewKeys, s.mask);
     }
   }
-  with_few_rows<V>(p.value, tile, p.value_dim, rows.count, s.values, [&](const auto& values) {
+  const QueryBlock place = place_of(p, tile);
+  with_few_rows<V>(p.value, place, p.value_dim, rows.count, s.values, [&](const auto& values) {
     const bool look = s.mask.hides_pairs && few_nonfinite<V>(values, tile.count, s.value);
-    const ComingRows keys(p.key, {tile.batch, tile.head, tile.begin + kFewKeys, kFewKeys}, p.head_dim);
+    const ComingRows keys = coming_keys(p, tile);
     add_few_products<V>(few_weighted<V>(s.scores, values, tile.count, look, keys), s.value, s.accumulator, s.mask);
   });
 }
@@ -242,8 +262,10 @@ void forward_few(const ForwardParams& f, const GroupRows& rows, const KeyRange& 
   start_few<V>(p, range, rows, range.begin == 0, s);
   const KeySpan seen = keys_to_visit(p, {range.batch, 0, 0, p.num_queries}, 1);
   const int64_t unseen = max_of(0, seen.begin - range.begin) / kFewKeys * kFewKeys;
-  for (int64_t begin = range.begin + unseen; begin < min_of(range.end, seen.end); begin += kFewKeys) {
-    forward_few_tile<V>(p, range, rows, {range.batch, range.kv_head, begin, min_of(kFewKeys, range.end - begin)}, s);
+  const int64_t last = min_of(range.end, seen.end);
+  for (int64_t begin = range.begin + unseen, end; begin < last; begin = end) {
+    end = few_tile_end(p, begin, range.end);
+    forward_few_tile<V>(p, range, rows, {range.batch, range.kv_head, begin, end - begin}, s);
   }
   leave_few<V>(f, range, rows, s);
 }

@@ -71,6 +71,10 @@ struct AttentionParams {
   uint32_t drop_below = 0;  // a pair is kept when its hash is >= drop_below
   double keep_scale = 1.0;  // 1 / (1 - dropout_p)
   uint64_t seed = 0;
+  // Unless null, for few queries only: key and value are (pages, H_kv, page_size, D), and keys j of sample b lie in
+  // page pages[b * pages_stride_b + j / page_size].
+  const int32_t* pages = nullptr;
+  int64_t pages_stride_b = 0, page_size = 0;
 
   // Whether something other than the causal order bounds the keys of a query.
   bool is_bounded() const { return has_left || range_first != nullptr; }
