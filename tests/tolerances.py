@@ -7,12 +7,16 @@ about once in 10^8 sums. All formulas are first order, elementwise, and evaluate
 the problem at hand, so they grow with head size, key length and the magnitude of the operands and with nothing else.
 
 * score  s = scale q.k + bias      e_s  = growth(D) scale |q|.|k| + 4 a (scale |q|.|k| + |bias|)
+  A bias of n parts is their sum, and each costs two roundings: 2 (n + 1) a in place of 4 a, |bias| the sum of sizes.
+* capped c t, t = tanh(x / c)      e_t  = (1 - t^2) (growth(D) + 4 a) scale |q|.|k| / c + 8 a |t|: a few ulps of tanh
+  in place of scale q.k            the score's error is c e_t, its slope f = 1 - t^2, whose error is 2 |t| e_t + 3 a
 * log-sum-exp                      e_l  = sum_j p e_s + growth(S) + 4 a + 3 a |lse|
 * weight p = exp(s - lse)          e_p  = e_s + e_l + 2 a (|s| + |lse|) + 4 a              (relative)
 * output o = sum_j p v             e_o  = sum_j p |v| (e_p + growth(S)) + u |o|
 * delta = dO.o                     e_d  = growth(D_v) |dO|.|o| + |dO|.(e_o - u |o| + k |o|)
 * dP = dO.v                        e_dp = growth(D_v) |dO|.|v|
 * dS = p (dP - delta + dlse)       e_ds = e_p |dS| + p (e_dp + e_d + 3 a (|dP| + |delta| + |dlse|))
+* sink's share z = exp(sink - lse) e_z  = e_l + 2 a (|sink| + |lse|) + 4 a  (relative);  dsink = sum z (dlse - delta)
 * dQ, dK, dV, dbias: products with the errors above carried through, plus the growth of their own sum, plus u of the
   result.
 
@@ -58,7 +62,8 @@ class Exact:
     """One attention problem in float64, key and value heads already repeated for the query heads.
 
     ``weights`` are the softmax weights before dropout, ``drop`` the factor dropout multiplies them with (0 or 1/(1-p)).
-    ``grad_scores`` is the exact gradient of the biased scores, (B, H, T, S).
+    ``grad_scores`` is the exact gradient of the biased scores, (B, H, T, S). ``softcap`` is 0 where scores are not
+    capped; ``sink`` (H,) is in ``lse``; ``added`` is the sum of the sizes of the ``parts`` that ``bias`` is made of.
     """
 
     query: Tensor
@@ -73,6 +78,10 @@ class Exact:
     grad_out: Tensor
     grad_lse: Tensor
     grads: dict[str, Tensor]
+    softcap: float = 0.0
+    sink: Tensor | None = None
+    added: Tensor | None = None
+    parts: int = 1
 
     def grad_scores(self) -> Tensor:
         d_weights = self.drop * (self.grad_out @ self.value.mT)
@@ -85,6 +94,42 @@ def fold_heads(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(1, (heads, -1)).sum(2) if grad.shape[1] != heads else grad
 
 
+@dataclass
+class Scores:
+    """Scores and how far they may be off: size and error with their bias, the slope of the cap and its error."""
+
+    size: Tensor
+    error: Tensor
+    slope: Tensor | float = 1.0
+    slope_error: Tensor | float = 0.0
+
+
+def scores_of(exact: Exact, dtype: torch.dtype) -> Scores:
+    """The first two formulas of the module's text."""
+    a, sums = roundoff(sum_dtype(dtype)), growth(exact.query.shape[-1], dtype)
+    products = abs(exact.scale) * (exact.query.abs() @ exact.key.abs().mT)
+    added = exact.bias.nan_to_num(neginf=0.0).abs() if exact.added is None else exact.added
+    rounded = 2 * (exact.parts + 1) * a
+    if not exact.softcap:
+        return Scores(products + added, sums * products + rounded * (products + added))
+    turned = torch.tanh(exact.scale * (exact.query @ exact.key.mT) / exact.softcap)
+    slope = 1 - turned.square()
+    error = slope * (sums + 4 * a) * products / exact.softcap + 8 * a * turned.abs()
+    size = exact.softcap * turned.abs() + added
+    return Scores(size, exact.softcap * error + rounded * size, slope, 2 * turned.abs() * error + 3 * a)
+
+
+def sink_limit(exact: Exact, e_l: Tensor, e_d: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Limit for the gradient of the sinks, (H,)."""
+    a, sink, lse = roundoff(sum_dtype(dtype)), exact.sink[:, None, None].abs(), exact.lse[..., None]
+    share = torch.exp(exact.sink[:, None, None] - lse)
+    e_share = e_l + 2 * a * (sink + lse.abs()) + 4 * a
+    size = delta + exact.grad_lse.abs()[..., None]
+    change = (exact.grad_lse[..., None] - (exact.grad_out * exact.out).sum(-1, keepdim=True)).abs()
+    error = share * (e_share * change + e_d + 3 * a * size + growth(lse.numel(), dtype) * change)
+    return error.sum((0, 2, 3)) + smallest(dtype)
+
+
 @threads(1)
 def attention_limits(
     exact: Exact, dtype: torch.dtype, kv_heads: int, grads: bool = True, rounded: bool = False
@@ -95,14 +140,14 @@ def attention_limits(
     half = dtype in (torch.bfloat16, torch.float16)
     h, kept = u if half and rounded else 0.0, u * roundoff(torch.bfloat16) if half and not rounded else u
     tiny = smallest(dtype)
-    (queries, dim), (keys, dim_v) = exact.query.shape[-2:], exact.value.shape[-2:]
-    products = abs(exact.scale) * (exact.query.abs() @ exact.key.abs().mT)
-    bias = exact.bias.nan_to_num(neginf=0.0)
-    visible = exact.weights > 0
+    queries, (keys, dim_v) = exact.query.shape[-2], exact.value.shape[-2:]
+    scores = scores_of(exact, dtype)
     lse = exact.lse.nan_to_num(neginf=0.0)[..., None]
-    e_s = torch.where(visible, growth(dim, dtype) * products + 4 * a * (products + bias.abs()), 0.0)
+    e_s = torch.where(exact.weights > 0, scores.error, 0.0)
     e_l = (exact.weights * e_s).sum(-1, keepdim=True) + growth(keys, dtype) + 4 * a + 3 * a * lse.abs()
-    e_p = e_s + e_l + 2 * a * (products + bias.abs() + lse.abs()) + 4 * a
+    if exact.sink is not None:
+        e_l = e_l + 4 * a * exact.sink[:, None, None].abs()
+    e_p = e_s + e_l + 2 * a * (scores.size + lse.abs()) + 4 * a
     used = exact.weights * exact.drop
     e_sum = (used * (e_p + growth(keys, dtype) + h)) @ exact.value.abs()
     e_sum = e_sum + tiny * (1 + exact.value.abs().sum(-2, keepdim=True))
@@ -118,15 +163,20 @@ def attention_limits(
     rest = e_dp + e_d + 3 * a * (d_weights + delta + exact.grad_lse.abs()[..., None])
     e_ds = (e_p + h) * d_scores + exact.weights * rest + tiny * (1 + d_weights + delta)
     shared = queries * (exact.query.shape[1] // max(kv_heads, 1))
+    d_products = d_scores * scores.slope
+    e_dx = e_ds * scores.slope + d_scores * scores.slope_error
     query = (
-        abs(exact.scale) * ((e_ds + growth(keys, dtype) * d_scores) @ exact.key.abs()) + u * exact.grads["query"].abs()
+        abs(exact.scale) * ((e_dx + growth(keys, dtype) * d_products) @ exact.key.abs())
+        + u * exact.grads["query"].abs()
     )
-    key = abs(exact.scale) * ((e_ds + (growth(shared, dtype) + h) * d_scores).mT @ exact.query.abs())
+    key = abs(exact.scale) * ((e_dx + (growth(shared, dtype) + h) * d_products).mT @ exact.query.abs())
     value = (used * (e_p + h + growth(shared, dtype)) + tiny).mT @ d_out
     limits["query"] = query + tiny
     limits["key"] = fold_heads(key, kv_heads) + u * exact.grads["key"].abs() + tiny
     limits["value"] = fold_heads(value, kv_heads) + u * exact.grads["value"].abs() + tiny
     limits["scores"] = e_ds
+    if exact.sink is not None:
+        limits["sink"] = sink_limit(exact, e_l, e_d, delta, dtype)
     return limits
 
 
