@@ -204,7 +204,7 @@ def limits_of(call: Call, truth: Exact, grads: bool = True, dtype: torch.dtype |
         elif name in ("alibi_slopes", "relative_bias"):
             limits[name] = _summed(call, truth, name, e_ds, dtype)
         elif name == "sink":
-            limits[name] = limits[name] + roundoff(x.dtype) * truth.grads[name].abs()
+            limits[name] = limits[name] + roundoff(x.dtype) * truth.grads[name].abs() + smallest(x.dtype)
     return limits
 
 
