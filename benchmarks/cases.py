@@ -1,6 +1,7 @@
 """What is measured: a case is one shape, one kind of work, one dtype and one set of options.
 
-Levels: ``core`` is attention alone on (B, H, T, D); ``layer`` is self-attention of a whole layer on (B, T, E).
+Levels: ``core`` is attention alone on (B, H, T, D); ``layer`` is self-attention of a whole layer on (B, T, E);
+``variant`` is attention with something that PyTorch's function lacks, beside the ways in which users write it today.
 Tasks: ``forward`` (no gradients; evaluation mode for a layer), ``backward`` (the backward pass alone), ``training``
 (forward and backward together), ``memory`` (the peak of forward and backward, in a process of its own).
 
@@ -14,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-SUITES = ("core", "layer", "memory")
+SUITES = ("core", "layer", "variant", "memory")
+VARIANTS = ("grouped", "window", "packed", "alibi", "softcap", "sink")
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -41,6 +43,8 @@ class Case:
         average_weights: the weights are averaged over heads, else given per head.
         inference: the memory of a forward pass without gradients.
         beside: what else of our own is measured in the same rounds, a key of ``benchmarks.peers.own.COMPARISONS``.
+        variant: one of ``VARIANTS`` at the level of that name. "packed": ``batch`` sequences of ``packed_lengths``.
+        window: the keys that a query of the variant "window" sees, its own the last of them.
     """
 
     level: str
@@ -61,6 +65,8 @@ class Case:
     average_weights: bool = True
     inference: bool = False
     beside: str = ""
+    variant: str = ""
+    window: int = 0
 
     @property
     def suite(self) -> str:
@@ -100,7 +106,9 @@ class Case:
     @property
     def options_name(self) -> str:
         """The options in some words; "full" when there are none."""
-        options = ["causal"] if self.causal else []
+        options = [self.variant] if self.variant else []
+        options += [str(self.window)] if self.window else []
+        options += ["causal"] if self.causal else []
         options += [self.mask] if self.mask != "none" else []
         options += [f"({','.join(self.mask_shape)})"] if self.mask_shape else []
         options += ["dropout"] if self.dropout else []
@@ -122,11 +130,25 @@ class Case:
         return asdict(self)
 
 
+def packed_lengths(case: Case) -> list[int]:
+    """Lengths of the sequences of the variant "packed", from an eighth of the longest on in even steps."""
+    shortest, steps = max(1, case.length // 8), max(1, case.batch - 1)
+    return [case.length - (case.length - shortest) * step // steps for step in reversed(range(case.batch))]
+
+
 def visible_pairs(case: Case) -> int:
-    """Pairs of query and key that a causal mask leaves (all of them without one); other masks are not counted."""
+    """Pairs of query and key that a causal order or a window leaves (all without one); other masks are not counted."""
+    if case.window:
+        return sum(min(row + 1, case.window, case.keys) for row in range(case.length))
     if not case.causal:
         return case.length * case.keys
     return sum(min(row + 1, case.keys) for row in range(case.length))
+
+
+def _pairs_of_all_examples(case: Case) -> int:
+    if case.variant != "packed":
+        return case.batch * visible_pairs(case)
+    return sum(visible_pairs(replace(case, length=length, key_length=0)) for length in packed_lengths(case))
 
 
 def floating_point_operations(case: Case) -> int:
@@ -135,7 +157,7 @@ def floating_point_operations(case: Case) -> int:
     Attention: two products forward; five backward, the recomputed scores among them. Projections: one product forward
     and two backward for each of the four.
     """
-    pairs = 2 * case.batch * case.heads * visible_pairs(case)
+    pairs = 2 * case.heads * _pairs_of_all_examples(case)
     scores, values = pairs * case.head_dim, pairs * case.value_width
     projections = 2 * 4 * case.batch * case.length * case.embed_dim**2 if case.level == "layer" else 0
     forward = scores + values + projections

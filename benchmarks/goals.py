@@ -284,11 +284,31 @@ def _memory_goals() -> Iterator[Goal]:
     yield Goal(text, lambda case: memory(case, 16384), peak_mib, 4 * 48, at_most=True)
 
 
+def _variant_goals() -> Iterator[Goal]:
+    def variant(case: Case) -> bool:
+        return case.level == "variant"
+
+    def timed(case: Case) -> bool:
+        return variant(case) and case.task != "memory"
+
+    yield Goal("variants vs the best other way", timed, against_strongest, 1.0, peer=True, together=True)
+    yield Goal(
+        "variants, bytes of the best other way over ours", lambda case: variant(case) and not timed(case),
+        against_strongest, 1.0,
+    )  # fmt: skip
+    for beside in ("repeated keys", "a mask"):
+
+        def own(case: Case, beside: str = beside) -> bool:
+            return variant(case) and case.beside == beside
+
+        yield Goal(f"variants, time and bytes over ours with {beside}", own, own_cost, 1.0, at_most=True)
+
+
 def all_goals() -> list[Goal]:
     """Returns every goal."""
     groups = (
         *(_core_goals, _mask_goals, _dropout_goals, _weights_goals, _layer_goals, _memory_goals),
-        *(_half_core_goals, _half_layer_goals),
+        *(_half_core_goals, _half_layer_goals, _variant_goals),
     )
     return [goal for group in groups for goal in group()]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import DTYPES, Case
+from benchmarks.cases import DTYPES, Case, packed_lengths
 
 _SEED = 0
 _VISIBLE_SHARE = 0.8
@@ -20,7 +20,8 @@ class Inputs:
     """What a peer computes with. Leaves are made by the peers, each its own.
 
     Attributes:
-        arguments: query, key and value of the core, (B, H, T, D); the one input of a layer, (B, T, E).
+        arguments: query, key and value of the core and of variants, (B, H, T, D), but (total length, H, D) of "packed";
+            the one input of a layer, (B, T, E).
         mask: None, or (T, S): bool with True = may attend, or float, added; a float one may have another shape.
         padding: None, or (B, S) bool with True = ignore.
         grad_output: gradient of the output.
@@ -82,6 +83,11 @@ def make_inputs(case: Case) -> Inputs:
         arguments: tuple[Tensor, ...] = (normal(*shape),)
         grad_output = normal(*shape)
         parameters = _layer_parameters(case, dtype)
+    elif case.variant == "packed":
+        total = sum(packed_lengths(case))
+        arguments = tuple(normal(total, case.heads, case.head_dim) for _ in range(3))
+        grad_output = normal(total, case.heads, case.head_dim)
+        parameters = {}
     else:
         kv_heads = case.kv_heads or case.heads
         query = normal(case.batch, case.heads, case.length, case.head_dim)

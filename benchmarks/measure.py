@@ -143,7 +143,7 @@ def _measure_time(case: Case, peers: list[Peer], budget: Budget, workers: Worker
     workers.prepare(case, own, own.name)
     places = {own.name: own, **_prepared(case, peers, wrong, workers)}
     operations = 0
-    if case.dtype not in UNMEASURED_PRODUCTS:
+    if case.dtype not in UNMEASURED_PRODUCTS and not case.variant:  # a variant's are not those of a full square
         places[PRODUCTS] = own
         operations = workers.prepare(case, own, PRODUCTS)["operations"]
     samples = interleave(list(places), lambda name, repeats: workers.time(places[name], name, repeats), budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.cases import SUITES
 from benchmarks.measure import Result
 from benchmarks.report import Run
 
@@ -53,9 +54,7 @@ def save_plot(path: Path, run: Run) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    suites = {
-        suite: [r for r in run.results if r.case.suite == suite and r.peers] for suite in ("core", "layer", "memory")
-    }
+    suites = {suite: [r for r in run.results if r.case.suite == suite and r.peers] for suite in SUITES}
     suites = {suite: results for suite, results in suites.items() if results}
     if not suites:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import HALF, Case
@@ -36,6 +37,7 @@ _MASK_LENGTH = 2048  # where memory of masks and weights is measured: (T, S) is 
 MASK_SHAPES = ("", "HTS", "B11S", "11TS")
 _STEP_LAYER = (1, 1024, 512, 8)
 _ONE_TOKEN = (1, 1, 128, 8)
+_WINDOW = 256
 
 
 def _core(shapes: Iterable[tuple[int, int, int, int]], tasks: Sequence[str], **options: Any) -> list[Case]:
@@ -140,6 +142,33 @@ def _half_memory() -> list[Case]:
     return cases + _layer(((1, 4096, 512, 8),), ("memory",), dtype="bf16", causal=True, beside="float32")
 
 
+def _variant(
+    shape: tuple[int, int, int, int], variant: str, tasks: Sequence[str] = _BOTH, **options: Any
+) -> list[Case]:
+    return [Case("variant", task, *shape, variant=variant, **options) for task in tasks]
+
+
+def _variants() -> list[Case]:
+    grouped: dict[str, Any] = {"kv_heads": 8, "causal": True, "beside": "repeated keys"}
+    cases = _variant((1, 32, 1024, 64), "grouped", **grouped)
+    for length in (2048, 8192):
+        cases += _variant((1, 8, length, 64), "window", window=_WINDOW, beside="a mask")
+    cases += _variant((8, 8, 1024, 64), "packed", causal=True)
+    for name in ("alibi", "softcap", "sink"):
+        cases += _variant((1, 8, 2048, 64), name, causal=True)
+    cases += _variant((1, 32, 4096, 64), "grouped", ("memory",), **grouped)
+    cases += _variant((1, 8, 8192, 64), "window", ("memory",), window=_WINDOW, beside="a mask")
+    return cases + _variant((8, 8, 2048, 64), "packed", ("memory",), causal=True)
+
+
+def _more_variants() -> list[Case]:
+    cases = _variant((4, 8, 512, 128), "grouped", kv_heads=1, causal=True, beside="repeated keys")
+    cases += _variant((32, 8, 256, 64), "packed")
+    for name in ("alibi", "softcap", "sink"):
+        cases += _variant((1, 8, 4096, 64), name, ("memory",), causal=True)
+    return cases
+
+
 def _quick() -> list[Case]:
     cases = _core(((2, 4, 128, 64),), _BOTH)
     cases += _core(((2, 4, 128, 64),), _BOTH, causal=True)
@@ -167,7 +196,7 @@ def _default() -> list[Case]:
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
     cases += _half_layer(_GOAL_LAYERS[:1]) + _half_layer(_GOAL_LAYERS[:1], need_weights=True) + _half_memory()[:1]
     cases += _memory_cases() + _trained_masks()[:1]
-    return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True)
+    return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True) + _variants()
 
 
 def _goals() -> list[Case]:
@@ -183,7 +212,7 @@ def _goals() -> list[Case]:
     cases += _layer([(1, length, 512, 8) for length in _LAYER_LENGTHS], ("forward",))
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
     cases += _half_core() + _half_layer(LAYER_SHAPES) + _half_layer(_GOAL_LAYERS, need_weights=True)
-    return cases + _memory_cases() + _more_memory_cases() + _half_memory()
+    return cases + _memory_cases() + _more_memory_cases() + _half_memory() + _variants() + _more_variants()
 
 
 def _full() -> list[Case]:
@@ -194,7 +223,8 @@ def _full() -> list[Case]:
     cases += _core(((1, 32, 1, 128), (4, 32, 1, 128), (1, 32, 512, 128)), ("forward",), key_length=2048, kv_heads=8)
     cases += _layer(LAYER_SHAPES, _LAYER_TASKS, need_weights=True)
     cases += _layer(LAYER_SHAPES, _LAYER_TASKS, mask="padding")
-    return cases + _layer(_GOAL_LAYERS, ("training",), dropout=0.1)
+    cases += _layer(_GOAL_LAYERS, ("training",), dropout=0.1)
+    return cases + [replace(case, dtype="bf16") for case in _variants() if case.task != "memory"]
 
 
 def _unique(cases: Iterable[Case]) -> list[Case]:

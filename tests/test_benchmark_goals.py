@@ -182,6 +182,20 @@ def test_a_layer_in_bfloat16_has_goals_for_training_and_inference():
     assert weights == {"layer, bf16, with weights vs nn.MHA with weights": (1.9, pytest.approx(1.9), "pass")}
 
 
+def test_a_variant_is_judged_beside_other_ways_and_our_own_without_it():
+    case = Case("variant", "backward", 1, 8, 2048, 64, variant="window", window=256, beside="a mask")
+    assert verdicts(timed(case, sdpa=0.9, own=1.1)) == {
+        "variants vs the best other way": (0.9, 1.0, "short"),
+        "variants, time and bytes over ours with a mask": (pytest.approx(1 / 1.1), 1.0, "pass"),
+    }
+    result = weighed(replace(case, task="memory"), 10 * MIB, 9 * MIB)
+    result.peers.append(Entry("F.sdpa", peak_bytes=20 * MIB, ratio=constant(2.0)))
+    assert verdicts(result) == {
+        "variants, bytes of the best other way over ours": (2.0, 1.0, "pass"),
+        "variants, time and bytes over ours with a mask": (pytest.approx(10 / 9), 1.0, "short"),
+    }
+
+
 def test_every_core_and_layer_shape_is_measured_in_half_types():
     cases = [case for case in presets.preset("goals") if case.dtype in ("bf16", "fp16") and case.task != "memory"]
     core = {(c.batch, c.heads, c.length, c.head_dim, c.task, c.causal, c.dtype) for c in cases if c.level == "core"}
@@ -205,6 +219,7 @@ def test_every_comparison_with_ourselves_is_read_by_a_goal():
     for case in presets.preset("goals"):
         if case.task == "memory":
             result = weighed(case, 2 * MIB, MIB if case.beside else None)
+            result.peers.append(Entry("F.sdpa", peak_bytes=MIB, ratio=constant(0.5)))
         else:
             result = timed(case, sdpa=1.0, mha=1.0, default=1.0, **({"own": 1.0} if case.beside else {}))
         figures = [goal.figure(result) for goal in goals.all_goals() if goal.holds_for(case)]

@@ -17,6 +17,14 @@ from benchmarks.peers.openvino_peers import OpenVinoAttention, OpenVinoLayer
 from benchmarks.peers.own import EVERY, OURS
 from benchmarks.peers.torch_core import TorchAttention, TorchMathAttention
 from benchmarks.peers.torch_layer import HandWrittenLayer, TorchDefaultLayer, TorchLayer
+from benchmarks.peers.variants import (
+    CompiledFlexAttention,
+    ComposedAttention,
+    LoopOfAttention,
+    MaskedAttention,
+    PaddedAttention,
+    RepeatedAttention,
+)
 
 __all__ = ["OURS", "PEERS", "Peer", "Runner", "find_peer", "peers_for"]
 
@@ -35,6 +43,12 @@ PEERS: tuple[Peer, ...] = (
     OnnxLayer(),
     OnnxContribLayer(),
     OpenVinoLayer(),
+    MaskedAttention(),
+    RepeatedAttention(),
+    PaddedAttention(),
+    LoopOfAttention(),
+    ComposedAttention(),
+    CompiledFlexAttention(),
 )
 
 

@@ -43,7 +43,7 @@ class Runner:
 
 
 class Peer(ABC):
-    """A way to compute attention ("core") or a layer of it ("layer").
+    """A way to compute attention ("core"), a layer of it ("layer") or a variant of it ("variant").
 
     Attributes:
         worker: the process that it runs in; peers of one name share it.

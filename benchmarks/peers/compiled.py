@@ -50,14 +50,16 @@ def check_compiled(case: Case, runner: Runner, fused: bool) -> Runner:
     return runner
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_anew(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles anew, after eight versions of one function PyTorch would give up; for a backward that is run again."""
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-class _Compiled(Peer):
+class Compiled(Peer):
+    """What code that ``torch.compile`` writes has in common."""
+
     by_default = False
     worker = "torch.compile"
 
@@ -67,7 +69,7 @@ class _Compiled(Peer):
         return None if shutil.which(compiler) else f"{compiler} is missing, which compiles what torch.compile writes"
 
 
-class CompiledAttention(_Compiled):
+class CompiledAttention(Compiled):
     """``softmax(query · keyᵀ) · value`` written out and compiled, not fused into one function."""
 
     name = "compiled softmax"
@@ -99,7 +101,7 @@ class CompiledAttention(_Compiled):
             weights = powers / powers.sum(-1, keepdim=True)
             return (F.dropout(weights, case.dropout) if case.dropout else weights) @ value
 
-        compiled = _compile(attention)
+        compiled = compile_anew(attention)
 
         def forward() -> tuple[Tensor, None]:
             return compiled(leaves["query"], leaves["key"], leaves["value"], mask), None
@@ -107,7 +109,7 @@ class CompiledAttention(_Compiled):
         return check_compiled(case, Runner(forward, leaves), fused=False)
 
 
-class CompiledLayer(_Compiled, HandWrittenLayer):
+class CompiledLayer(Compiled, HandWrittenLayer):
     """The layer written by hand, compiled."""
 
     name = "compiled linear+sdpa+linear"
@@ -119,5 +121,5 @@ class CompiledLayer(_Compiled, HandWrittenLayer):
     def build(self, case: Case, inputs: Inputs) -> Runner:
         """Compiles all three steps as one function."""
         runner = super().build(case, inputs)
-        compiled = _compile(runner.forward)
+        compiled = compile_anew(runner.forward)
         return check_compiled(case, Runner(compiled, runner.leaves), fused=not case.dropout)

@@ -1,7 +1,7 @@
 """What we compare ourselves with: our own call with something left out, timed in the same rounds as the peers.
 
-Such a comparison computes something else than the case asks for, so its result is not checked against ours, and it is
-no competitor: only ``benchmarks/goals.py`` reads it.
+Most such comparisons compute something else than the case asks for, so that their result is not checked against ours.
+They are no competitors: only ``benchmarks/goals.py`` reads them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.peers.base import Peer, Runner
 from benchmarks.peers.torch_core import OurAttention
 from benchmarks.peers.torch_layer import OurLayer
+from benchmarks.peers.variants import OurMaskedVariant, OurRepeatedVariant, OurVariant
 
-OURS: dict[str, Peer] = {"core": OurAttention(), "layer": OurLayer()}
+OURS: dict[str, Peer] = {"core": OurAttention(), "layer": OurLayer(), "variant": OurVariant()}
 
 
 class Changed(Peer):
@@ -81,6 +82,8 @@ _PEERS: dict[str, tuple[Peer, ...]] = {
     "float32": (Changed("core", "float32", dtype="fp32"), Changed("layer", "float32", dtype="fp32")),
     "mask not trained": (Changed("core", "mask not trained", mask="float"),),
     "two linears": (TwoLinears(),),
+    "a mask": (OurMaskedVariant(),),
+    "repeated keys": (OurRepeatedVariant(),),
 }
 COMPARISONS = tuple(_PEERS)
 
