@@ -63,7 +63,7 @@ class _VariantPeer(Peer):
 
     def unsupported(self, case: Case) -> str | None:
         """Each of them is a way to some of the variants."""
-        return None if case.variant in self.variants else f"is not how one writes {case.variant}"
+        return None if case.variant in self.variants else f"is a way to write {' and '.join(self.variants)} alone"
 
 
 class OurVariant(_VariantPeer):
