@@ -122,13 +122,18 @@ def test_a_window_wider_than_everything_is_none(side: int, alignment: str, is_ca
         assert torch.equal(attend(**options, window=window), want), window
 
 
-def test_a_window_beyond_64_bits_is_taken_or_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("name", "given", "limit"),
+    [("window", (2**70, 0), (None, 0)), ("window", (0, 2**64), (0, None)), ("prefix_length", 2**70, S)],
+)
+def test_numbers_beyond_64_bits_are_taken_or_refused_by_name(name: str, given: Any, limit: Any) -> None:
+    rest = {"is_causal": True} if name == "prefix_length" else {}
     try:
-        out = attend(window=(2**70, 0))
+        out = attend(**{name: given}, **rest)
     except (ValueError, TypeError) as error:
-        assert "window must" in str(error) and str(2**70) in str(error)
+        assert f"{name} must" in str(error) and str(given) in str(error)
     else:
-        assert torch.equal(out, attend(window=(None, 0)))
+        assert torch.equal(out, attend(**{name: limit}, **rest))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -61,7 +61,7 @@ def test_alone(name: str, dtype: torch.dtype) -> None:
         check(make(Variant(**sizes, dtype=dtype, **ALONE[name])))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(variants(), SEEDS)
 def test_any_combination(case: Variant, seed: int) -> None:
     check(make(case, seed))
@@ -182,7 +182,13 @@ def tiny(**options: Any) -> Call:
     return make(Variant(batch, 2, 1, 3, 4, 3, 2, torch.float64, **options), seed=4)
 
 
-@pytest.mark.parametrize("name", [*ALONE, "dropout", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("window", "softcap", "sink and empty rows", "alibi an example", "relative", "relative for all heads"),
+        *("segments an example", "prefix an example", "range an example", "dropout", "everything"),
+    ],
+)
 def test_gradcheck_and_gradgradcheck(name: str) -> None:
     """Reverse and forward mode, batched gradients and second derivatives."""
     everything = {

@@ -208,6 +208,21 @@ def test_nothing_to_attend(sizes: tuple[int, int]) -> None:
     assert not query.grad.any() and torch.equal(sink.grad, torch.full((2,), 2.0 * queries))
 
 
+def test_what_was_made_in_inference_mode_can_be_trained_with() -> None:
+    """As masks made there can."""
+    with torch.inference_mode():
+        call = make(
+            Variant(2, 2, 2, 9, 14, 8, relative="float32:H", alibi="float32:H", sink="float32", segments="pair")
+        )
+        call.rest["key_range"] = torch.tensor([[0] * 9, [12] * 9])
+    heads = {n: call.tensors[n].clone().requires_grad_() for n in HEADS_AND_NUMBERS}
+    results = []
+    for made in (call.options, {n: x.clone() if isinstance(x, Tensor) else x for n, x in call.options.items()}):
+        out = scaled_dot_product_attention(**heads, **made)
+        results.append(torch.autograd.grad(out, list(heads.values()), call.grad_out.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------------- other roads
 MANY = Variant(
     2, 4, 2, 17, 33, 8, 5, torch.float64, "bool:B1TS", causal=LOWER_RIGHT, window=(20, None), segments="batch",
