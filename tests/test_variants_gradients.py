@@ -61,7 +61,7 @@ def test_alone(name: str, dtype: torch.dtype) -> None:
         check(make(Variant(**sizes, dtype=dtype, **ALONE[name])))
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(variants(), SEEDS)
 def test_any_combination(case: Variant, seed: int) -> None:
     check(make(case, seed))
@@ -198,7 +198,7 @@ def test_gradcheck_and_gradgradcheck(name: str) -> None:
     options = {"dropout": {"dropout_p": 0.3, "sink": "float64"}, "everything": everything, **ALONE}[name]
     function, inputs = differentiable(tiny(**options))
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(function, inputs)
+    assert gradgradcheck(function, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_gradcheck_of_the_weights(name: str, kind: str) -> None:
         return function(query, key, value, *rest)
 
     assert gradcheck(weights, inputs)
-    assert gradgradcheck(weights, inputs)
+    assert gradgradcheck(weights, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
