@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -90,6 +91,12 @@ enum Weights : int64_t { kNoWeights = 0, kMeanWeights = 1, kWeightsPerHead = 2 }
 // rounding took from out, in bfloat16, lying like it (empty for other types).
 using ForBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 ForBackwardResult call_attention_for_backward(const AttentionArguments& arguments, int64_t weights);
+
+// The softcap as arithmetic of the compute type can have it: beyond these limits it means no cap, or scores of 0.
+inline double softcap_of(const AttentionArguments& arguments) {
+  const double cap = arguments.variants.softcap, most = arguments.query.scalar_type() == at::kDouble ? 1e300 : 1e30;
+  return cap > 0 ? std::clamp(cap, 1 / most, most) : 0;
+}
 
 inline bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;

@@ -179,7 +179,8 @@ at::Tensor bias_gradient(const AttentionArguments& a, const at::Tensor& grad_sco
 }
 
 at::Tensor capped(const AttentionArguments& a, const at::Tensor& scores) {
-  return a.variants.softcap > 0 ? (scores / a.variants.softcap).tanh() * a.variants.softcap : scores;
+  const double cap = softcap_of(a);
+  return cap > 0 ? (scores / cap).tanh() * cap : scores;
 }
 
 at::Tensor masked_scores(const AttentionArguments& a, const at::Tensor& products, const at::Tensor& hidden) {

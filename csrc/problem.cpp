@@ -13,8 +13,8 @@ Problem make_problem(const AttentionArguments& a, const HeadRange& heads) {
   p.key = make_operand(a.key.to(dtype), p.hidden);
   if (a.value.defined()) p.value = make_operand(a.value.to(dtype), p.hidden);
   const at::Tensor scores = capped(a, pair_product(p.query, p.key));
-  if (a.variants.softcap > 0) {
-    const at::Tensor slope = 1 - (scores / a.variants.softcap).square();
+  if (const double cap = softcap_of(a); cap > 0) {
+    const at::Tensor slope = 1 - (scores / cap).square();
     p.cap_slope = p.hidden.defined() ? slope.masked_fill(p.hidden, 0) : slope;
   }
   if (a.variants.sink.defined()) p.sink = a.variants.sink.to(dtype);

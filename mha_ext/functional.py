@@ -121,7 +121,8 @@ def scaled_dot_product_attention(
         enable_gqa: G may divide H; query head h uses key and value head ``h // (H / G)``.
         key_padding_mask: broadcastable to ``(..., S)`` (the axes of query before H); bool, True = ignore the key;
             floating, added to the scores.
-        causal_alignment: ``"upper_left"``, or ``"lower_right"``: ``j <= i + S - T``.
+        causal_alignment: ``"upper_left"``, or ``"lower_right"``: ``j <= i + S - T``. A CausalBias brings its own, for
+            positions too.
         window: ``(left, right)``: query i sees key j only if ``p - left <= j <= p + right``, where p is i, or
             ``i + S - T`` if ``causal_alignment`` is ``"lower_right"`` (causal or not); None or -1 is no limit. Time
             grows with T times the window's width.

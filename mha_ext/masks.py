@@ -14,7 +14,7 @@ from torch import Tensor
 from mha_ext import checks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["broadcast_mask", "broadcast_padding", "is_causal_bias", "layer_mask", "layer_padding"]
+__all__ = ["broadcast_mask", "broadcast_padding", "is_causal_bias", "layer_mask", "layer_padding", "saveable"]
 
 _DTYPES = (torch.bool, *checks.FLOATS)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
@@ -42,9 +42,14 @@ def _usable(where: str, name: str, mask: Tensor) -> Tensor:
         checks.strided(where, name, mask)
     if mask.dtype in _FLOAT8:
         mask = mask.float()  # exact
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
-        mask = mask.clone()  # one that was made in inference mode cannot be saved
-    return mask
+    return saveable(mask)
+
+
+def saveable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that was made in inference mode, which could not be kept for the backward pass."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and tensor.is_inference():
+        return tensor.clone()
+    return tensor
 
 
 def _require_device(where: str, name: str, mask: Tensor, device: torch.device) -> None:

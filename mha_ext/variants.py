@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext import _ops, checks
+from mha_ext import _ops, checks, masks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["Given", "Sizes", "has_readable_values", "limits", "resolve", "softcap"]
 
 NO_LIMIT = -1
+_FAR = 1 << 40  # beyond any sequence, and far from where sums overflow
 _CAUSAL, _LOWER_RIGHT = (1, 2), (2, 3)  # what these mean in the operators' `causal`
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -57,7 +58,7 @@ def limits(where: str, window: Any) -> tuple[int, int]:
     sides = [NO_LIMIT if side is None else checks.integer(where, "window", side) for side in window]
     if min(sides) < NO_LIMIT:
         raise InvalidValueError(f"{where}: window must have sides of at least 0 (None: no limit), got {tuple(window)}")
-    return sides[0], sides[1]
+    return min(sides[0], _FAR), min(sides[1], _FAR)
 
 
 def softcap(where: str, given: Any) -> float:
@@ -144,7 +145,7 @@ def _floating(where: str, name: str, given: Any, query: Tensor) -> Tensor:
     if given.dtype not in checks.FLOATS:
         raise InvalidTypeError(f"{where}: {name} must be floating point, got {given.dtype}")
     _require_device(where, name, given, query)
-    return given  # type: ignore[no-any-return]
+    return masks.saveable(given)
 
 
 def _sink(where: str, given: Any, sizes: Sizes, query: Tensor) -> Tensor:
@@ -182,7 +183,8 @@ def _distance_bias(where: str, given: Given, sizes: Sizes, offset: int, query: T
     if given.alibi_slopes is None:
         return bias
     slopes = _per_head(where, "alibi_slopes", given.alibi_slopes, sizes, (), query)
-    slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+    exact = torch.promote_types(query.dtype, torch.float32)
+    slopes = slopes.to(torch.promote_types(slopes.dtype, exact))
     distance = torch.arange(count, device=query.device) - (sizes.queries - 1 + offset)
     alibi = slopes.unsqueeze(-1) * -distance.abs()
     return alibi if bias is None else bias + alibi
@@ -233,7 +235,7 @@ def _prefix(where: str, given: Any, sizes: Sizes, offset: int, query: Tensor) ->
         lengths = _bounds(where, "prefix_length", given.unsqueeze(-1), (sizes.batch, 1), query)
         negative = has_readable_values(lengths) and bool((lengths < 0).any())
     else:
-        length = checks.integer(where, "prefix_length", given)
+        length = min(checks.integer(where, "prefix_length", given), sizes.keys)
         lengths, negative = torch.full((1, 1), length, device=query.device), length < 0
     if negative:
         raise InvalidValueError(f"{where}: prefix_length must be at least 0, got {given}")

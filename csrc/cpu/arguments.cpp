@@ -202,7 +202,7 @@ BoundArguments bind(const AttentionArguments& args) {
     bound.sink = args.variants.sink.to(compute).contiguous();
     p.sink = bound.sink.const_data_ptr();
   }
-  p.softcap = args.variants.softcap;
+  p.softcap = softcap_of(args);
   return bound;
 }
 
