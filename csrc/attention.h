@@ -6,7 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -93,10 +92,11 @@ using ForBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Ten
 ForBackwardResult call_attention_for_backward(const AttentionArguments& arguments, int64_t weights);
 
 // The softcap as arithmetic of the compute type can have it: beyond these limits it means no cap, or scores of 0.
-inline double softcap_of(const AttentionArguments& arguments) {
-  const double cap = arguments.variants.softcap, most = arguments.query.scalar_type() == at::kDouble ? 1e300 : 1e30;
-  return cap > 0 ? std::clamp(cap, 1 / most, most) : 0;
-}
+double softcap_of(const AttentionArguments& arguments);
+
+// The sink in the compute type; infinity, or a number beyond, is the largest one: nothing else has a part of the row
+// then.
+at::Tensor sink_in(const AttentionArguments& arguments, at::ScalarType type);
 
 inline bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -43,7 +44,8 @@ at::Tensor rows_of(const AttentionArguments& a) {
 
 // True at pairs that the causal order or a window hides, (1, 1, T_q, keys); undefined when there is neither.
 at::Tensor beyond_window(const AttentionArguments& a) {
-  const int64_t left = a.variants.window_left, right = a.variants.window_right;
+  constexpr int64_t kFar = int64_t{1} << 40;  // beyond any sequence, and far from where sums overflow
+  const int64_t left = std::min(a.variants.window_left, kFar), right = std::min(a.variants.window_right, kFar);
   const bool causal = a.causal == kUpperLeft || a.causal == kLowerRight;
   if (!causal && left == kNoLimit && right == kNoLimit) return {};
   const bool lower_right = a.causal == kLowerRight || a.causal == kLowerRightPositions;

@@ -12,12 +12,15 @@ Problem make_problem(const AttentionArguments& a, const HeadRange& heads) {
   p.query = make_operand(a.query.to(dtype) * scale_of(a), p.hidden);
   p.key = make_operand(a.key.to(dtype), p.hidden);
   if (a.value.defined()) p.value = make_operand(a.value.to(dtype), p.hidden);
-  const at::Tensor scores = capped(a, pair_product(p.query, p.key));
+  at::Tensor products = pair_product(p.query, p.key);
+  // NaN of hidden pairs would come back through the cap's second derivative.
+  if (a.variants.softcap > 0 && p.hidden.defined()) products = products.masked_fill(p.hidden, 0);
+  const at::Tensor scores = capped(a, products);
   if (const double cap = softcap_of(a); cap > 0) {
     const at::Tensor slope = 1 - (scores / cap).square();
     p.cap_slope = p.hidden.defined() ? slope.masked_fill(p.hidden, 0) : slope;
   }
-  if (a.variants.sink.defined()) p.sink = a.variants.sink.to(dtype);
+  if (a.variants.sink.defined()) p.sink = sink_in(a, dtype);
   p.softmax = softmax(masked_scores(a, scores, p.hidden), p.hidden, p.sink);
   if (a.dropout_seed.defined()) p.multipliers = dropout_multipliers(a, heads);
   return p;
@@ -50,7 +53,8 @@ ScoreGradient score_gradient(const Problem& p, const at::Tensor& grad_weights, c
 }
 
 at::Tensor sink_gradient(const Problem& p, const at::Tensor& delta) {
-  const at::Tensor probability = (p.sink.unsqueeze(-1) - p.softmax.lse).exp();
+  const at::Tensor empty = p.softmax.lse.isneginf(), lse = p.softmax.lse.masked_fill(empty, 0);
+  const at::Tensor probability = (p.sink.unsqueeze(-1) - lse).exp().masked_fill(empty, 0);
   return -(probability.unsqueeze(-1) * delta).sum({0, 2, 3});
 }
 

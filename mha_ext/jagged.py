@@ -42,8 +42,10 @@ def attend(where: str, query: Any, key: Any, value: Any, enable_gqa: bool, **key
     packed = [_packed(where, name, given) for name, given in zip(("query", "key", "value"), inputs, strict=True)]
     (q, starts_q), (k, starts_k), (v, starts_v) = packed
     if starts_k is not starts_v and not torch.equal(starts_k, starts_v):
-        lengths = f"{starts_k.diff().tolist()}, got {starts_v.diff().tolist()}"
-        raise InvalidValueError(f"{where}: value must have key's lengths {lengths}")
+        raise InvalidValueError(f"{where}: value must have key's lengths, got others")
+    if len(starts_q) != len(starts_k):
+        batches = f"{len(starts_q) - 1}, got {len(starts_k) - 1}"
+        raise InvalidValueError(f"{where}: key must have query's batch size {batches}")
     if not enable_gqa and q.shape[1] != k.shape[1]:
         raise InvalidValueError(
             f"{where}: key must have query's {q.shape[1]} heads (enable_gqa=True: a divisor), got {k.shape[1]}"

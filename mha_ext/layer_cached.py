@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext import _ops, checks, layer, layer_variants, parameters
+from mha_ext import _ops, cache_checks, checks, layer, layer_variants, parameters, plain
 from mha_ext.cache import KVCache
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
@@ -45,7 +45,19 @@ class CrossCache:
         return self.key.nbytes + self.value.nbytes
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Let row b go on with the keys and values of row ``batch_indices[b]`` (beam search)."""
+        """Let row b go on with the keys and values of row ``batch_indices[b]`` (beam search).
+
+        Args:
+            batch_indices: ``(B,)`` integers from 0 to B - 1, repeated at will.
+
+        Raises:
+            TypeError: not integers.
+            ValueError: another number of them, or out of range.
+        """
+        batch = len(self.key)
+        batch_indices = torch.tensor(
+            cache_checks.integers("CrossCache.reorder", "batch_indices", batch_indices, (batch, 0, batch - 1))
+        )
         self.key, self.value = self.key[batch_indices], self.value[batch_indices]
         if self.key_padding_mask is not None and len(self.key_padding_mask) > 1:
             self.key_padding_mask = self.key_padding_mask[batch_indices]
@@ -72,6 +84,7 @@ def attend(
         expected = "a mha_ext.KVCache or mha_ext.CrossCache"
         raise InvalidTypeError(f"{where}: kv_cache must be {expected}, got {type(cache).__name__}")
     _without_other_keys(module, where, options)
+    _require_fitting_rest(module, where)
     batch_first = bool(module.batch_first)
     batched = isinstance(inputs[0], Tensor) and inputs[0].dim() == 3
     if isinstance(cache, CrossCache):
@@ -80,7 +93,7 @@ def attend(
         q, options = _grown(module, where, inputs, cache, options)
     if module._has_variants:
         own = layer_variants.options(module, options)
-        options = own._replace(window=options.window) if isinstance(cache, CrossCache) else _both_windows(own, options)
+        options = own if isinstance(cache, CrossCache) else _both_windows(own, options)
     if isinstance(cache, CrossCache):
         context, weights = layer.attend(q, cache.key, cache.value, options, 0, batch_first)
     elif options.key_range is not None and _reads_pages(cache, options):
@@ -102,7 +115,7 @@ def project_keys(module: Any, where: str, inputs: tuple[Tensor, Tensor], key_pad
     call = _checked(module, where, (_like(key, module.embed_dim), key, value))
     k, v = call.heads(1), call.heads(2)
     if module._has_variants:
-        _require_no_rope(module, where)
+        _require_no_positions(module, where)
         k = layer_variants.norm_and_rotate(module, k, k, bool(module.batch_first))[1]
     if key_padding_mask is not None:
         given = layer.Options(key_padding_mask=key_padding_mask)
@@ -118,9 +131,24 @@ def _without_other_keys(module: Any, where: str, options: layer.Options) -> None
             raise InvalidValueError(f"{where}: {name} must not be set together with kv_cache")
 
 
-def _require_no_rope(module: Any, where: str) -> None:
-    if module.rope is not None:
-        raise InvalidValueError(f"{where}: rope must be None with a CrossCache: queries' positions are not known")
+def _require_no_positions(module: Any, where: str) -> None:
+    for name in ("rope", "window"):
+        if getattr(module, name) is not None:
+            raise InvalidValueError(f"{where}: {name} must be None with a CrossCache: queries' positions are not known")
+
+
+def _require_fitting_rest(module: Any, where: str) -> None:
+    """What attention would find wrong after the cache has grown."""
+    if module._has_variants:
+        layer_variants.options(module, layer.Options())
+        sink, heads = module.sink, (module.num_heads,)
+        if sink is not None and (tuple(sink.shape) != heads or sink.device != module.out_proj.weight.device):
+            got = f"{tuple(sink.shape)} on {sink.device}"
+            raise InvalidValueError(f"{where}: sink must have shape {heads} on the layer's device, got {got}")
+    if plain.is_linear(module.out_proj):
+        weight, width = module.out_proj.weight, module.num_heads * module.head_dim
+        if weight.shape[1] != width:
+            raise InvalidValueError(f"{where}: out_proj must take {width} features, got {weight.shape[1]}")
 
 
 class _Call(NamedTuple):
@@ -173,7 +201,7 @@ def _cross_query(
     if sizes.batch != len(cache.key):
         raise InvalidValueError(f"{where}: query must have kv_cache's batch size {len(cache.key)}, got {sizes.batch}")
     if module._has_variants:
-        _require_no_rope(module, where)
+        _require_no_positions(module, where)
         q = layer_variants.norm_and_rotate(module, q, q, bool(module.batch_first))[0]
     resolved = layer.resolve(where, options, sizes, module.num_heads, query.device)
     return q, resolved._replace(key_padding_mask=cache.key_padding_mask)
@@ -233,5 +261,5 @@ def _both_windows(own: layer.Options, options: layer.Options) -> layer.Options:
     if left < 0:
         return own._replace(window=layer.NO_WINDOW)
     start, stop = options.key_range
-    start = torch.maximum(start, stop - 1 - left)
+    start = torch.maximum(start, stop - 1 - min(left, 1 << 30))
     return own._replace(window=layer.NO_WINDOW, key_range=torch.stack((start, stop)))

@@ -171,7 +171,7 @@ def _per_head(where: str, name: str, given: Any, sizes: Sizes, rest: tuple[int, 
     lead, heads = shape[: split - 1], shape[split - 1]
     if prod(lead) == 1:
         return given.reshape(1, heads, *rest)  # type: ignore[no-any-return]
-    return given.expand(*sizes.batch, heads, *rest).reshape(-1, heads, *rest)  # type: ignore[no-any-return]
+    return given.expand(*sizes.batch, heads, *rest).reshape(prod(sizes.batch), heads, *rest)  # type: ignore[no-any-return]
 
 
 def _distance_bias(where: str, given: Given, sizes: Sizes, offset: int, query: Tensor) -> Tensor | None:
@@ -202,14 +202,15 @@ def _bounds(where: str, name: str, given: Any, shapes: tuple[tuple[int, ...], in
         raise InvalidValueError(f"{where}: {name} must have shape {(*batch, length)}, got {tuple(shape)}")
     if prod(shape[:-1]) == 1:
         return given.reshape(1, length).long()  # type: ignore[no-any-return]
-    return given.expand(*batch, length).reshape(-1, length).long()  # type: ignore[no-any-return]
+    return given.expand(*batch, length).reshape(prod(batch), length).long()  # type: ignore[no-any-return]
 
 
 def has_readable_values(tensor: Tensor) -> bool:
     """Whether a tensor's values can be looked at: not while it is traced, batched or without data."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    return type(tensor) is Tensor and not tensor.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return plain and not tensor.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _segments(where: str, given: Any, sizes: Sizes, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,8 +224,10 @@ def _segments(where: str, given: Any, sizes: Sizes, query: Tensor) -> tuple[Tens
     ]
     for one in ids:
         if has_readable_values(one) and bool((one[:, 1:] < one[:, :-1]).any()):
-            raise InvalidValueError(f"{where}: segment_ids must not decrease along the sequence, got {one.tolist()}")
-    rows = max(len(one) for one in ids)
+            row, place = (int(i) for i in (one[:, 1:] < one[:, :-1]).nonzero()[0])
+            change = f"{int(one[row, place])} before {int(one[row, place + 1])}"
+            raise InvalidValueError(f"{where}: segment_ids must not decrease along the sequence, got {change}")
+    rows = 1 if all(len(one) == 1 for one in ids) else prod(sizes.batch)
     query_ids, key_ids = (one.expand(rows, -1).contiguous() for one in ids)
     return torch.searchsorted(key_ids, query_ids), torch.searchsorted(key_ids, query_ids, right=True)
 

@@ -70,7 +70,7 @@ def varlen_attention(
     checks.one_of(_WHERE, "causal_alignment", causal_alignment, ("upper_left", "lower_right"))
     _inputs(query, key, value)
     bounds = [
-        _starts(name, given, total, longest)
+        _starts(name, given, total, longest, query.device)
         for name, given, total, longest in (
             ("q", cu_seqlens_q, len(query), max_seqlen_q),
             ("k", cu_seqlens_k, len(key), max_seqlen_k),
@@ -114,7 +114,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise InvalidValueError(f"{_WHERE}: {name} must have {expected}, got shape {tuple(given.shape)}")
 
 
-def _starts(which: str, given: Any, total: int, longest: Any) -> Tensor:
+def _starts(which: str, given: Any, total: int, longest: Any, device: torch.device) -> Tensor:
     """Where sequences begin and the last one ends, int64, checked as far as its values can be looked at."""
     name = f"cu_seqlens_{which}"
     checks.tensor(_WHERE, name, given)
@@ -122,6 +122,8 @@ def _starts(which: str, given: Any, total: int, longest: Any) -> Tensor:
         raise InvalidTypeError(f"{_WHERE}: {name} must be int32 or int64, got {given.dtype}")
     if given.dim() != 1 or len(given) < 1:
         raise InvalidValueError(f"{_WHERE}: {name} must have shape (N + 1,), got {tuple(given.shape)}")
+    if given.device != device:
+        raise InvalidValueError(f"{_WHERE}: {name} must be on query's device {device}, got {given.device}")
     longest = checks.integer(_WHERE, f"max_seqlen_{which}", longest)
     starts: Tensor = given.long()
     if variants.has_readable_values(given):
@@ -130,7 +132,9 @@ def _starts(which: str, given: Any, total: int, longest: Any) -> Tensor:
         if first != 0 or last != total:
             raise InvalidValueError(f"{_WHERE}: {name} must begin with 0 and end with {total}, got {first} and {last}")
         if bool((lengths < 0).any()):
-            raise InvalidValueError(f"{_WHERE}: {name} must not decrease, got {starts.tolist()}")
+            where = int((lengths < 0).nonzero()[0])
+            pair = f"{int(starts[where])} before {int(starts[where + 1])}"
+            raise InvalidValueError(f"{_WHERE}: {name} must not decrease, got {pair}")
         found = int(lengths.max()) if len(lengths) else 0
         if longest < found:
             expected = f"at least the longest sequence's length {found}"
@@ -143,14 +147,15 @@ def _key_range(
 ) -> Tensor:
     """The packed keys that each packed query sees, int32 ``(2, 1, total)``."""
     lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
-
-    def of_queries(per_sequence: Tensor) -> Tensor:
-        return torch.repeat_interleave(per_sequence, lengths_q, output_size=total)
-
-    begin, end = of_queries(starts_k[:-1]), of_queries(starts_k[1:])
+    place = torch.arange(total, device=starts_q.device)
+    if len(lengths_q) == 0:
+        return place.new_zeros((2, 1, total), dtype=torch.int32)
+    # Found by search, which is safe whatever the numbers are: nobody can look at them while a program is traced.
+    sequence = torch.searchsorted(starts_q[1:].contiguous(), place, right=True).clamp(max=len(lengths_q) - 1)
+    begin, end = starts_k[:-1][sequence], starts_k[1:][sequence]
     if sides != (None, None):
         shift = starts_k[:-1] - starts_q[:-1] + (lengths_k - lengths_q if lower_right else 0)
-        position = torch.arange(total, device=starts_q.device) + of_queries(shift)
+        position = place + shift[sequence]
         left, right = sides
         begin = begin if left is None else torch.maximum(begin, position - left)
         end = end if right is None else torch.minimum(end, position + right + 1)

@@ -76,7 +76,11 @@ def test_the_result_adds_to_query() -> None:
             "key must be a jagged nested tensor .* got a dense tensor",
         ),
         ({"key": jagged(2, 8).transpose(1, 2)}, ValueError, "key must have query's 4 heads .* got 2"),
-        ({"value": jagged(4, 8, [1, 1, 1, 1, 1]).transpose(1, 2)}, ValueError, "value must have key's lengths"),
+        (
+            {"value": jagged(4, 8, [1, 1, 1, 1, 1]).transpose(1, 2)},
+            ValueError,
+            "value must have key's lengths, got others",
+        ),
         ({"dropout_p": 2.0}, ValueError, "dropout_p"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -199,7 +199,7 @@ BoundArguments bind(const AttentionArguments& args) {
     p.masks[2] = bias_view(bound.relative_bias, p.num_keys - p.appended_keys);
   }
   if (args.variants.sink.defined()) {
-    bound.sink = args.variants.sink.to(compute).contiguous();
+    bound.sink = sink_in(args, compute).contiguous();
     p.sink = bound.sink.const_data_ptr();
   }
   p.softcap = softcap_of(args);

@@ -16,7 +16,7 @@ namespace {
 at::Tensor sink_gradient(const AttentionArguments& args, const AttentionCotangents& c, const at::Tensor& grad_lse) {
   const at::Tensor& sink = args.variants.sink;
   const at::ScalarType type = c.lse.scalar_type();
-  const at::Tensor logit = sink.to(type).unsqueeze(-1);
+  const at::Tensor logit = sink_in(args, type).unsqueeze(-1);
   const at::Tensor probability = (logit - c.lse).exp().masked_fill(c.lse.isneginf(), 0);
   at::Tensor delta;
   if (c.grad_out.defined()) {
