@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 SUITES = ("core", "layer", "variant", "memory")
-VARIANTS = ("grouped", "window", "packed", "alibi", "softcap", "sink")
+VARIANTS = ("grouped", "decode", "window", "packed", "alibi", "softcap", "sink")
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -43,7 +43,8 @@ class Case:
         average_weights: the weights are averaged over heads, else given per head.
         inference: the memory of a forward pass without gradients.
         beside: what else of our own is measured in the same rounds, a key of ``benchmarks.peers.own.COMPARISONS``.
-        variant: one of ``VARIANTS`` at the level of that name. "packed": ``batch`` sequences of ``packed_lengths``.
+        variant: one of ``VARIANTS`` at the level of that name. "packed": ``batch`` sequences of ``packed_lengths``;
+            "decode": grouped heads with few queries.
         window: the keys that a query of the variant "window" sees, its own the last of them.
     """
 

@@ -289,11 +289,27 @@ def _variant_goals() -> Iterator[Goal]:
         return case.level == "variant"
 
     def timed(case: Case) -> bool:
-        return variant(case) and case.task != "memory"
+        return variant(case) and case.task != "memory" and case.variant != "decode"
 
+    def one_query(case: Case, group: bool, half: bool, many: bool = False) -> bool:
+        sizes = (case.kv_heads != case.heads, case.dtype in HALF, group and not half and case.batch >= 4)
+        return case.variant == "decode" and sizes == (group, half, many)
+
+    def every_head(half: bool) -> Choice:
+        return lambda case: one_query(case, group=False, half=half)
+
+    yield Goal("decoding, fp32, vs F.sdpa", every_head(False), against("F.sdpa"), 1.2, peer=True)
+    yield Goal("decoding, bf16 and fp16, vs F.sdpa", every_head(True), against("F.sdpa"), 1.5, peer=True)
+    for half, many, needed in ((False, False, 1.0), (False, True, 1.2), (True, False, 1.5)):
+
+        def grouped(case: Case, half: bool = half, many: bool = many) -> bool:
+            return one_query(case, group=True, half=half, many=many)
+
+        text = "bf16 and fp16" if half else "fp32, 4 and more examples" if many else "fp32, one example"
+        yield Goal(f"decoding grouped heads, {text}, vs the best way", grouped, against_strongest, needed, peer=True)
     yield Goal("variants vs the best other way", timed, against_strongest, 1.0, peer=True, together=True)
     yield Goal(
-        "variants, bytes of the best other way over ours", lambda case: variant(case) and not timed(case),
+        "variants, bytes of the best other way over ours", lambda case: variant(case) and case.task == "memory",
         against_strongest, 1.0,
     )  # fmt: skip
     for beside in ("repeated keys", "a mask"):

@@ -59,8 +59,9 @@ class Result:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The least traffic that the core's forward needs, over our time; None for other work."""
-        if self.ours.seconds is None or (self.case.level, self.case.task) != ("core", "forward"):
+        """The least traffic that the core's forward, or decoding, needs, over our time; None for other work."""
+        reads = self.case.level == "core" or self.case.variant == "decode"
+        if self.ours.seconds is None or self.case.task != "forward" or not reads:
             return None
         return least_bytes(self.case) / self.ours.seconds.median
 

@@ -161,6 +161,19 @@ def _variants() -> list[Case]:
     return cases + _variant((8, 8, 2048, 64), "packed", ("memory",), causal=True)
 
 
+def _decoding() -> list[Case]:
+    """One query of 32 heads, with a key/value head each or for four or eight of them."""
+    shapes = ((1, 32, 2048, 128), (4, 32, 2048, 128), (1, 8, 4096, 128), (4, 8, 4096, 128), (8, 4, 2048, 128))
+    return [
+        case
+        for batch, kv_heads, keys, width in shapes
+        for dtype in ("fp32", *HALF)
+        for case in _variant(
+            (batch, 32, 1, width), "decode", ("forward",), kv_heads=kv_heads, key_length=keys, dtype=dtype
+        )
+    ]
+
+
 def _more_variants() -> list[Case]:
     cases = _variant((4, 8, 512, 128), "grouped", kv_heads=1, causal=True, beside="repeated keys")
     cases += _variant((32, 8, 256, 64), "packed")
@@ -196,7 +209,7 @@ def _default() -> list[Case]:
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
     cases += _half_layer(_GOAL_LAYERS[:1]) + _half_layer(_GOAL_LAYERS[:1], need_weights=True) + _half_memory()[:1]
     cases += _memory_cases() + _trained_masks()[:1]
-    return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True) + _variants()
+    return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True) + _variants() + _decoding()
 
 
 def _goals() -> list[Case]:
@@ -212,7 +225,9 @@ def _goals() -> list[Case]:
     cases += _layer([(1, length, 512, 8) for length in _LAYER_LENGTHS], ("forward",))
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
     cases += _half_core() + _half_layer(LAYER_SHAPES) + _half_layer(_GOAL_LAYERS, need_weights=True)
-    return cases + _memory_cases() + _more_memory_cases() + _half_memory() + _variants() + _more_variants()
+    return (
+        cases + _memory_cases() + _more_memory_cases() + _half_memory() + _variants() + _decoding() + _more_variants()
+    )
 
 
 def _full() -> list[Case]:

@@ -197,7 +197,8 @@ def test_a_variant_is_judged_beside_other_ways_and_our_own_without_it():
 
 
 def test_every_core_and_layer_shape_is_measured_in_half_types():
-    cases = [case for case in presets.preset("goals") if case.dtype in ("bf16", "fp16") and case.task != "memory"]
+    timed = [case for case in presets.preset("goals") if case.task != "memory" and case.level != "variant"]
+    cases = [case for case in timed if case.dtype in ("bf16", "fp16")]
     core = {(c.batch, c.heads, c.length, c.head_dim, c.task, c.causal, c.dtype) for c in cases if c.level == "core"}
     tasks = [(t, causal, d) for t in ("forward", "backward") for causal in (False, True) for d in ("bf16", "fp16")]
     assert core == {(*shape, *task) for shape in presets.CORE_SHAPES for task in tasks}

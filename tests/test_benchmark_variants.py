@@ -19,6 +19,7 @@ from benchmarks.work import TOLERANCES, largest_difference, results
 SMALL = Case("variant", "backward", batch=2, heads=4, length=24, head_dim=8, causal=True)
 CASES = {
     "grouped": replace(SMALL, variant="grouped", kv_heads=2, beside="repeated keys"),
+    "decode": replace(SMALL, variant="decode", kv_heads=2, length=1, key_length=24, causal=False),
     "window": replace(SMALL, variant="window", window=5, causal=False, beside="a mask"),
     "packed": replace(SMALL, variant="packed", batch=5),
     "alibi": replace(SMALL, variant="alibi"),
@@ -27,6 +28,7 @@ CASES = {
 }
 PEERS = {
     "grouped": {"F.sdpa", "F.sdpa, repeated keys"},
+    "decode": {"F.sdpa", "F.sdpa, folded", "grouped products"},
     "window": {"F.sdpa"},
     "packed": {"F.sdpa, padded", "F.sdpa, loop"},
     "alibi": {"F.sdpa"},
@@ -40,7 +42,7 @@ PEERS = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_write_it_computes_the_same(variant: str, causal: bool, dtype: str, task: str) -> None:
-    case = replace(CASES[variant], task=task, dtype=dtype, causal=causal and variant != "window")
+    case = replace(CASES[variant], task=task, dtype=dtype, causal=causal and variant not in ("window", "decode"))
     able, _ = peers_for(case, lambda peer: peer.by_default)
     assert {peer.name for peer in able} == PEERS[variant]
     ours = results(case, OURS["variant"])
@@ -53,7 +55,7 @@ def test_every_way_to_write_it_computes_the_same(variant: str, causal: bool, dty
 def test_a_case_is_measured_beside_what_it_asks_for() -> None:
     beside = {name: [peer.name for peer in comparisons(case)] for name, case in CASES.items()}
     assert beside["grouped"] == ["mha_ext, repeated keys"] and beside["window"] == ["mha_ext, a mask"]
-    assert not any(beside[name] for name in ("packed", "alibi", "softcap", "sink"))
+    assert not any(beside[name] for name in ("decode", "packed", "alibi", "softcap", "sink"))
 
 
 @pytest.mark.long
@@ -82,7 +84,7 @@ def test_packed_lengths_go_up_to_the_longest() -> None:
     assert all(x.shape == (226, 4, 8) for x in (*inputs.arguments, inputs.grad_output))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "decode"])
 def test_operations_are_those_of_visible_pairs(variant: str) -> None:
     """Counted from a matrix: two to a multiply-add, two products forward and five backward."""
     case = CASES[variant]
@@ -97,11 +99,17 @@ def test_operations_are_those_of_visible_pairs(variant: str) -> None:
         assert visible_pairs(case) == 5 * 24 - (4 + 3 + 2 + 1)
 
 
+def test_a_query_that_decodes_sees_every_key() -> None:
+    case = replace(CASES["decode"], task="forward")
+    assert floating_point_operations(case) == 2 * 2 * case.batch * case.heads * 24 * case.head_dim
+
+
 @pytest.mark.parametrize("name", ["default", "goals", "full"])
 def test_the_presets_hold_every_variant_forward_and_backward(name: str) -> None:
     cases = [case for case in presets.preset(name) if case.level == "variant"]
     for variant in VARIANTS:
-        assert {"forward", "backward"} <= {case.task for case in cases if case.variant == variant}
+        tasks = {"forward"} if variant == "decode" else {"forward", "backward"}
+        assert tasks <= {case.task for case in cases if case.variant == variant}
     windows = {case.length for case in cases if case.variant == "window" and case.window == 256}
     assert {2048, 8192} <= windows
     assert {case.variant for case in cases if case.task == "memory"} >= {"grouped", "window", "packed"}

@@ -20,6 +20,8 @@ from benchmarks.peers.torch_layer import HandWrittenLayer, TorchDefaultLayer, To
 from benchmarks.peers.variants import (
     CompiledFlexAttention,
     ComposedAttention,
+    FoldedAttention,
+    GroupedProducts,
     LoopOfAttention,
     MaskedAttention,
     PaddedAttention,
@@ -45,6 +47,8 @@ PEERS: tuple[Peer, ...] = (
     OpenVinoLayer(),
     MaskedAttention(),
     RepeatedAttention(),
+    FoldedAttention(),
+    GroupedProducts(),
     PaddedAttention(),
     LoopOfAttention(),
     ComposedAttention(),

@@ -87,6 +87,7 @@ class OurVariant(_VariantPeer):
             return Runner(packed, leaves)
         options: dict[str, Any] = {
             "grouped": {"enable_gqa": True},
+            "decode": {"enable_gqa": True},
             "window": {"window": (case.window - 1, 0)},
             "alibi": {"alibi_slopes": _slopes(case)},
             "softcap": {"softcap": _CAP},
@@ -143,7 +144,7 @@ class MaskedAttention(_VariantPeer):
     """
 
     name = "F.sdpa"
-    variants = ("grouped", "window", "alibi", "sink")
+    variants = ("grouped", "decode", "window", "alibi", "sink")
 
     def build(self, case: Case, inputs: Inputs) -> Runner:
         """Makes the mask beforehand, but for a sink, which is trained."""
@@ -184,6 +185,47 @@ class RepeatedAttention(_VariantPeer):
 
         def forward() -> tuple[Tensor, None]:
             return F.scaled_dot_product_attention(*_repeated(case, _heads(leaves)), is_causal=case.causal), None
+
+        return Runner(forward, leaves)
+
+
+def _folded(case: Case, query: Tensor) -> Tensor:
+    """The heads of a group as queries of one head: (B, H_kv, H / H_kv * T, D)."""
+    kv_heads = case.kv_heads or case.heads
+    return query.reshape(case.batch, kv_heads, case.heads // kv_heads * case.length, case.head_dim)
+
+
+class FoldedAttention(_VariantPeer):
+    """``F.scaled_dot_product_attention`` with the heads of a group folded into the queries: each key is read once."""
+
+    name = "F.sdpa, folded"
+    variants = ("decode",)
+
+    def build(self, case: Case, inputs: Inputs) -> Runner:
+        """Views only."""
+        leaves = _leaves(case, inputs)
+
+        def forward() -> tuple[Tensor, None]:
+            query, key, value = _heads(leaves)
+            return F.scaled_dot_product_attention(_folded(case, query), key, value).view_as(query), None
+
+        return Runner(forward, leaves)
+
+
+class GroupedProducts(_VariantPeer):
+    """Two products and a softmax of PyTorch with the heads of a group folded into the rows."""
+
+    name = "grouped products"
+    variants = ("decode",)
+
+    def build(self, case: Case, inputs: Inputs) -> Runner:
+        """Scales query, which is the smallest of them."""
+        leaves = _leaves(case, inputs)
+
+        def forward() -> tuple[Tensor, None]:
+            query, key, value = _heads(leaves)
+            weights = (_folded(case, query * case.head_dim**-0.5) @ key.mT).softmax(-1)
+            return (weights @ value).view_as(query), None
 
         return Runner(forward, leaves)
 
