@@ -23,12 +23,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall e
 import torch
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
 import mha_ext
-from mha_ext.demo import checks, converted, half, report
+from mha_ext.demo import checks, command, converted, half, report
 from mha_ext.demo.model import ModelConfig
 from mha_ext.demo.picture import save_picture
 from mha_ext.demo.step_memory import step_peak_bytes
@@ -36,8 +35,6 @@ from mha_ext.demo.text import Corpus, load_text
 from mha_ext.demo.training import ATTENTION_CLASSES, Learner, held_out_loss, make_learner, same_start, train
 
 _PROMPT = "The "
-_PLAIN_WIDTH = 100  # of lines in a pipe or a file
-_PLAIN_REPORTS = 10  # lines of progress where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -70,54 +67,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and batches (default: 0)")
     parser.add_argument("--threads", type=int, help="threads that torch may use (default: torch's own choice)")
     parsed = parser.parse_args(arguments)
-    for name in ("steps", "threads"):
-        value = getattr(parsed, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    if not -(2**63) <= parsed.seed < 2**64:  # what torch.manual_seed takes
-        parser.error(f"--seed must be from -2**63 to 2**64 - 1, got {parsed.seed}")
+    command.check_numbers(parser, parsed, ("steps", "threads"))
     return parsed
 
 
-def _console() -> Console:
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without mathematical signs shows "?" instead of failing
-    is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH, highlight=False)
-
-
 def _train(console: Console, learners: Sequence[Learner], codes: torch.Tensor, seed: int) -> None:
-    """Trains, with a progress bar on a terminal and with some plain lines elsewhere."""
+    """Trains, showing the losses."""
     steps = learners[0].steps
-    every = max(1, steps // _PLAIN_REPORTS)
+    with command.progress(console, "training", "step", steps) as show:
 
-    def losses() -> str:
-        return "  ".join(f"{learner.name} {learner.losses[-1]:.3f}" for learner in learners)
+        def report_losses(step: int) -> None:
+            show(step, "loss: " + "  ".join(f"{learner.name} {learner.losses[-1]:.3f}" for learner in learners))
 
-    if not console.is_terminal:
-
-        def report_line(step: int) -> None:
-            if step % every == 0 or step == steps:
-                console.print(f"step {step:>{len(str(steps))}}/{steps}  loss: {losses()}")
-
-        train(learners, codes, seed, report_line)
-        console.print()
-        return
-
-    columns = (
-        TextColumn("training"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("[dim]loss:[/] {task.description}"),
-        TimeElapsedColumn(),
-        TextColumn("[dim]left[/]"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=steps)
-        train(learners, codes, seed, lambda step: progress.update(task, completed=step, description=losses()))
-    console.print()
+        train(learners, codes, seed, report_losses)
 
 
 def _print_head(console: Console, plan: Plan, corpus: Corpus) -> None:
@@ -180,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    console = _console()
+    console = command.make_console()
     corpus = Corpus.from_text(load_text())
     plan = _plan(options.quick, len(corpus.alphabet))
     if options.steps is not None:

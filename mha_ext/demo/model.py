@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ class ModelConfig:
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each behind a normalisation and beside a skip connection."""
 
-    def __init__(self, config: ModelConfig, attention_class: type[nn.MultiheadAttention]) -> None:
+    def __init__(self, config: ModelConfig, attention_class: Callable[..., nn.MultiheadAttention]) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = attention_class(config.width, config.heads, batch_first=True)
@@ -35,10 +37,10 @@ class Block(nn.Module):
             nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
         )
 
-    def forward(self, x: Tensor, future: Tensor) -> Tensor:
-        """Maps (B, T, d) to (B, T, d); `future` is the (T, T) mask of pairs that must not attend."""
+    def forward(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Maps (B, T, d) to (B, T, d); `options` are the attention layer's, such as a mask of the future."""
         y = self.attention_norm(x)
-        y, _ = self.attention(y, y, y, attn_mask=future, is_causal=True, need_weights=False)
+        y, _ = self.attention(y, y, y, need_weights=False, **options)
         x = x + y
         x = x + self.perceptron(self.perceptron_norm(x))
         return x
@@ -51,32 +53,16 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
-class LanguageModel(nn.Module):
-    """Predicts the next character from those before it."""
+class CharacterModel(nn.Module):
+    """Embedding, blocks and the logits of the next character; `forward` is what says how blocks attend."""
 
-    future: Tensor
-    positions: Tensor
-
-    def __init__(self, config: ModelConfig, attention_class: type[nn.MultiheadAttention]) -> None:
+    def __init__(self, config: ModelConfig, attention_class: Callable[..., nn.MultiheadAttention]) -> None:
         super().__init__()
         self.config = config
         self.characters = nn.Embedding(config.alphabet_size, config.width)
         self.blocks = nn.ModuleList(Block(config, attention_class) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.alphabet_size)
-        future = torch.ones(config.context, config.context, dtype=torch.bool).triu(1)
-        self.register_buffer("future", future, persistent=False)
-        self.register_buffer("positions", sinusoids(config.context, config.width), persistent=False)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Returns the logits of every next character, (B, T, alphabet_size), for codes (B, T) int64."""
-        length = codes.shape[1]
-        x = self.characters(codes) + self.positions[:length]
-        future = self.future[:length, :length]
-        for block in self.blocks:
-            x = block(x, future)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
 
     def attention_layers(self) -> list[nn.MultiheadAttention]:
         """Returns the attention layer of every block."""
@@ -97,7 +83,30 @@ class LanguageModel(nn.Module):
         return codes
 
 
-def build_model(config: ModelConfig, attention_class: type[nn.MultiheadAttention], seed: int) -> LanguageModel:
+class LanguageModel(CharacterModel):
+    """Predicts the next character from those before it; positions are fixed vectors, up to the context's length."""
+
+    future: Tensor
+    positions: Tensor
+
+    def __init__(self, config: ModelConfig, attention_class: Callable[..., nn.MultiheadAttention]) -> None:
+        super().__init__(config, attention_class)
+        future = torch.ones(config.context, config.context, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future, persistent=False)
+        self.register_buffer("positions", sinusoids(config.context, config.width), persistent=False)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Returns the logits of every next character, (B, T, alphabet_size), for codes (B, T) int64."""
+        length = codes.shape[1]
+        x = self.characters(codes) + self.positions[:length]
+        options = {"attn_mask": self.future[:length, :length], "is_causal": True}
+        for block in self.blocks:
+            x = block(x, options)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build_model(config: ModelConfig, attention_class: Callable[..., nn.MultiheadAttention], seed: int) -> LanguageModel:
     """Builds a model whose initial values depend on the seed alone."""
     torch.manual_seed(seed)
     return LanguageModel(config, attention_class)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mha_ext
-from mha_ext.demo.model import LanguageModel, ModelConfig, build_model
+from mha_ext.demo.model import CharacterModel, ModelConfig, build_model
 from mha_ext.demo.text import draw_batch
 
 ATTENTION_CLASSES: dict[str, type[nn.MultiheadAttention]] = {
@@ -45,7 +45,7 @@ class Learner:
     """
 
     name: str
-    model: LanguageModel
+    model: CharacterModel
     steps: int
     autocast: torch.dtype | None = None
     losses: list[float] = field(default_factory=list)
