@@ -74,8 +74,8 @@ def report_agreement(report: Report, comparison: Comparison, prompt_length: int)
     )
     report.lines(
         [
-            f"The text goes on from {prompt_length} characters; the same are those before the first that differs. Logits: "
-            "largest difference. Errors are against the same model in float64, which reads the text of re-running.",
+            f"The text goes on from {prompt_length} characters; the same are those before the first that differs. "
+            "Logits: largest difference. Errors are against the same model in float64, which reads the re-run text.",
             f"Bound: re-running may err by {comparison.expected:.1e} (half a unit in the last place of the largest "
             "logit for each rounding on the way), and a cache be three times what it does err from it: "
             f"{comparison.bound:.1e}.",
