@@ -76,9 +76,8 @@ def report_agreement(report: Report, comparison: Comparison, prompt_length: int)
         [
             f"The text goes on from {prompt_length} characters; the same are those before the first that differs. "
             "Logits: largest difference. Errors are against the same model in float64, which reads the re-run text.",
-            f"Bound: re-running may err by {comparison.expected:.1e} (half a unit in the last place of the largest "
-            "logit for each rounding on the way), and a cache be three times what it does err from it: "
-            f"{comparison.bound:.1e}.",
+            f"Bound of the error of re-running, and of how far a cache is apart from it: {comparison.bound:.1e}, some "
+            "times what a change of every parameter in its last place does to the logits.",
             "int8 rounds keys and values on purpose: no bound is claimed, texts may part.",
         ]
     )
