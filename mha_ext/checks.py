@@ -30,7 +30,6 @@ __all__ = [
     "strided",
     "tensor",
     "tensors",
-    "unsupported",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the likely ones first
@@ -322,15 +321,3 @@ def head_dim(where: str, embed_dim: int, num_heads: int, num_kv_heads: int, give
             raise InvalidValueError(f"{where}: embed_dim must be divisible by num_heads, {got}")
         return embed_dim // num_heads
     return size(where, "head_dim", given)
-
-
-def unsupported(where: str, **options: object) -> None:
-    """Options that are part of the interface and not implemented stay None or False.
-
-    Raises:
-        NotImplementedError: one is set.
-    """
-    for name, option in options.items():
-        if option is not None and option is not False:
-            got = f"a tensor of shape {tuple(option.shape)}" if isinstance(option, Tensor) else repr(option)
-            raise NotImplementedError(f"{where}: {name} must be left unset (it is not implemented), got {got}")

@@ -85,26 +85,38 @@ def attend(
         raise InvalidTypeError(f"{where}: kv_cache must be {expected}, got {type(cache).__name__}")
     _without_other_keys(module, where, options)
     _require_fitting_rest(module, where)
-    batch_first = bool(module.batch_first)
     batched = isinstance(inputs[0], Tensor) and inputs[0].dim() == 3
     if isinstance(cache, CrossCache):
-        q, options = _cross_query(module, where, inputs, cache, options)
+        context, weights = _attend_projected(module, where, inputs, cache, options)
     else:
-        q, options = _grown(module, where, inputs, cache, options)
-    if module._has_variants:
-        own = layer_variants.options(module, options)
-        options = own if isinstance(cache, CrossCache) else _both_windows(own, options)
-    if isinstance(cache, CrossCache):
-        context, weights = layer.attend(q, cache.key, cache.value, options, 0, batch_first)
-    elif options.key_range is not None and _reads_pages(cache, options):
-        heads, _ = _ops.paged_attention(q, *cache.pages(), options.key_range, options.sink, softcap=options.softcap)
-        context, weights = layer.combine_heads(heads, batch_first), None
-    else:
-        context, weights = layer.attend(q, *cache.key_value(), options, 0, batch_first)
+        context, weights = _attend_grown(module, where, inputs, cache, options)
     out = layer.output(module.out_proj, context)
     if batched:
         return out, weights
-    return out.squeeze(0 if batch_first else 1), None if weights is None else weights.squeeze(0)
+    return out.squeeze(0 if module.batch_first else 1), None if weights is None else weights.squeeze(0)
+
+
+def _attend_projected(
+    module: Any, where: str, inputs: tuple[Tensor, Any, Any], cache: CrossCache, options: layer.Options
+) -> tuple[Tensor, Tensor | None]:
+    """The context and the weights from keys that were projected once."""
+    q, options = _cross_query(module, where, inputs, cache, options)
+    if module._has_variants:
+        options = layer_variants.options(module, options)
+    return layer.attend(q, cache.key, cache.value, options, 0, bool(module.batch_first))
+
+
+def _attend_grown(
+    module: Any, where: str, inputs: layer.QKV, cache: KVCache, options: layer.Options
+) -> tuple[Tensor, Tensor | None]:
+    """The context and the weights from all that the cache holds after this call's keys have joined it."""
+    q, options = _grown(module, where, inputs, cache, options)
+    if module._has_variants:
+        options = _both_windows(layer_variants.options(module, options), options)
+    if options.key_range is not None and _reads_pages(cache, options):
+        heads, _ = _ops.paged_attention(q, *cache.pages(), options.key_range, options.sink, softcap=options.softcap)
+        return layer.combine_heads(heads, bool(module.batch_first)), None
+    return layer.attend(q, *cache.key_value(), options, 0, bool(module.batch_first))
 
 
 def project_keys(module: Any, where: str, inputs: tuple[Tensor, Tensor], key_padding_mask: Tensor | None) -> CrossCache:

@@ -32,8 +32,9 @@ struct FewScratch {
 
   FewScratch(Arena& arena, const AttentionParams& p, int64_t rows) : head(p.head_dim), value(p.value_dim) {
     queries = arena.take<Scalar>(rows * head.padded());
-    if (multiplies_few_pairs<V>(p))
+    if (multiplies_few_pairs<V>(p)) {
       query_pairs = arena.take<typename V::Term>(rows * terms_in<typename V::Term>(p.head_dim));
+    }
     keys = arena.take<Scalar>(kFewKeys * head.padded());
     values = arena.take<Scalar>(kFewKeys * value.padded());
     scores = arena.take<Scalar>(rows * kFewKeys);
