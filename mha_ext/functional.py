@@ -129,15 +129,20 @@ def scaled_dot_product_attention(
         softcap: scores become ``softcap · tanh(score / softcap)`` before masks and biases are added (Gemma 2, 2024).
         alibi_slopes: ``(H,)`` or ``(..., H)``: adds ``-slope · |p - j|`` (Press et al. 2022), p as for ``window``.
         relative_bias: ``(H or 1, T + S - 1)`` or with leading axes: entry n is added to the score of every pair with
-            ``j - i = n - (T - 1)``, such as T5's bias (:func:`bucketed_relative_bias`).
+            ``j - i = n - (T - 1)``, such as T5's bias (:func:`bucketed_relative_bias`; T5 has ``scale=1.0``). Where
+            rows of a cache differ in length, give each its own.
         sink: ``(H,)``, one more logit in the softmax of every row, without a value (Xiao et al. 2023; gpt-oss): a row
             may attend to nothing.
         segment_ids: integers that do not decrease along the sequence, ``(query's (..., T), key's (..., S))`` or one
             tensor for both: only pairs with equal ids see each other, as documents packed into one sequence do.
+            Padding behind them takes a larger id.
         prefix_length: int, or integers of query's leading axes: with ``is_causal``, keys before it are visible to
             every query.
-        key_range: integers ``(2, ..., T)``: query i sees key j only if ``key_range[0] <= j < key_range[1]``.
-        return_lse: also return the natural log-sum-exp of the scaled, masked scores, ``(..., H, T)``, sink included.
+        key_range: integers of any width, ``(2, ..., T)``: query i sees key j only if
+            ``key_range[0] <= j < key_range[1]``. It says what neither window nor prefix can, and who sees what in a
+            ``KVCache`` whose rows differ in length (p above counts keys of all rows alike).
+        return_lse: also return the natural log-sum-exp of the scaled, masked scores, ``(..., H, T)``, sink included,
+            float32 for half types. It has gradients: a z-loss trains.
         return_weights: also return the weights after dropout: ``"per_head"`` ``(..., H, T, S)``, ``"mean"`` over heads
             ``(..., T, S)``, ``"column_sum"`` over queries ``(..., H, S)``.
 

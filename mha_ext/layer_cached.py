@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext import _ops, cache_checks, checks, layer, layer_variants, parameters, plain
+from mha_ext import _ops, cache_checks, checks, layer, layer_variants, parameters, plain, variants
 from mha_ext.cache import KVCache
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
@@ -21,9 +21,11 @@ __all__ = ["CrossCache", "attend", "project_keys"]
 class CrossCache:
     """Keys and values of a sequence that does not change, projected once by `MultiheadAttention.project_keys`.
 
+    Unlike a `KVCache` it passes gradients, when it was made while they were enabled.
+
     Args:
         key: heads of keys ``(B, G, S, D)``.
-        value: heads of values ``(B, G, S, D)``.
+        value: heads of values, as key.
         key_padding_mask: ``(B, S)``, bool (True = ignore) or floating (added), or None.
 
     Example:
@@ -38,6 +40,10 @@ class CrossCache:
 
     def __init__(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> None:
         self.key, self.value, self.key_padding_mask = key, value, key_padding_mask
+
+    def __repr__(self) -> str:
+        shapes = f"key={tuple(self.key.shape)}, value={tuple(self.value.shape)}"
+        return f"CrossCache({shapes}, dtype={self.key.dtype}, nbytes={self.nbytes})"
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +91,8 @@ def attend(
         raise InvalidTypeError(f"{where}: kv_cache must be {expected}, got {type(cache).__name__}")
     _without_other_keys(module, where, options)
     _require_fitting_rest(module, where)
+    if isinstance(cache, KVCache):
+        _require_window(module, where, cache)
     batched = isinstance(inputs[0], Tensor) and inputs[0].dim() == 3
     if isinstance(cache, CrossCache):
         context, weights = _attend_projected(module, where, inputs, cache, options)
@@ -147,6 +155,19 @@ def _require_no_positions(module: Any, where: str) -> None:
     for name in ("rope", "window"):
         if getattr(module, name) is not None:
             raise InvalidValueError(f"{where}: {name} must be None with a CrossCache: queries' positions are not known")
+
+
+def _require_window(module: Any, where: str, cache: KVCache) -> None:
+    """A cache that rolls holds all that the layer's window shows."""
+    if cache.window is None:
+        return
+    window = module.window if module._has_variants else None
+    left = variants.NO_LIMIT if window is None else variants.limits(where, window)[0]
+    if left < 0 or cache.window <= left:
+        expected = (
+            "no window" if left < 0 else f"a window of at least {left + 1}, the layer's left side and the query itself"
+        )
+        raise InvalidValueError(f"{where}: kv_cache must have {expected}, got {cache.window}")
 
 
 def _require_fitting_rest(module: Any, where: str) -> None:

@@ -25,7 +25,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     Args:
         out_a: ``(..., T, D_v)``, floating, as ``scaled_dot_product_attention(..., return_lse=True)`` gives it: the
-            same queries, scale and masks as for b, without dropout, and a sink at most on one side.
+            same queries, scale and masks as for b, without dropout, and a sink at most on one side. Causal order and
+            windows count a part's own keys: give them as ``key_range``.
         lse_a: ``(..., T)``, the natural log-sum-exp of the scores.
         out_b: of out_a's shape and dtype, from the other keys.
         lse_b: of lse_a's shape and dtype.

@@ -256,9 +256,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 size 1 where it does not vary; bool, True = may not attend; floating of any dtype, added to the scores.
             average_attn_weights: the weights' mean over heads instead of one matrix a head.
             is_causal: query i sees key j only if ``j <= i``, besides all masks; appended keys stay visible.
-            kv_cache: a :class:`mha_ext.KVCache`, to which the call's keys and values are appended, and whose keys the
-                queries then see causally, the last query all of them; ``key_padding_mask`` is ``(B, T)`` then and may
-                hide the end of a row. Or what :meth:`project_keys` gave, with key and value None.
+            kv_cache: a :class:`mha_ext.KVCache` of this layer alone, to which the call's keys and values (of query's
+                length) are appended; the queries see what it then holds causally, the last one all of it.
+                ``key_padding_mask`` is bool ``(B, T)`` then and may hide the end of a row. Or what
+                :meth:`project_keys` gave, with key and value None. A cache takes no ``attn_mask``.
 
         Returns:
             The output, contiguous, in query's layout, and the weights after dropout, ``(B, T, S)`` averaged or
@@ -277,8 +278,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if kv_cache is None and not are_tensors:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
             wanted = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-            symbol: tuple[Tensor, Tensor | None] = self._symbolic_call(inputs, {**masks, **wanted})
-            return symbol
+            return self._symbolic_call(inputs, {**masks, **wanted})  # type: ignore[no-any-return]
         need_weights, average_attn_weights, is_causal = checks.layer_flags(
             _WHERE, need_weights, average_attn_weights, is_causal
         )
@@ -296,15 +296,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     def project_keys(
         self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
     ) -> layer_cached.CrossCache:
-        """Project keys and values once, for the ``kv_cache`` of many calls (attention to an encoder's output).
+        """Project keys and values once (an encoder's output), for the ``kv_cache`` of many calls without key and value.
 
         Args:
-            key: as in :meth:`forward`.
-            value: as in :meth:`forward`.
-            key_padding_mask: as in :meth:`forward`; it hides keys from every query to come.
+            key: as in :meth:`forward`, as are the others.
+            value: of key's length.
+            key_padding_mask: it hides keys from every query to come.
 
         Raises:
-            ValueError: shapes do not fit, or the layer has ``rope`` or keys of its own.
+            ValueError: shapes do not fit, or the layer has ``rope``, ``window`` or keys of its own.
         """
         return layer_cached.project_keys(self, f"{_WHERE}.project_keys", (key, value), key_padding_mask)
 

@@ -182,12 +182,20 @@ def test_exact_caches_pass(dtype: torch.dtype, seed: int) -> None:
         assert all(entry.same == entry.total == 30 for entry in found.exact)
 
 
+class ForgetfulCache(mha_ext.KVCache):
+    """It holds less than it says."""
+
+    @property
+    def window(self) -> int:
+        return WINDOW
+
+
 class ForgetfulModel(WindowedModel):
     """Its caches roll too early."""
 
     def make_caches(self, max_length: int | None, storage: str | None = None) -> list[mha_ext.KVCache]:
         caches = super().make_caches(max_length, storage)
-        return caches if max_length else [mha_ext.KVCache(1, 2, None, 4, window=WINDOW - 1) for _ in caches]
+        return caches if max_length else [ForgetfulCache(1, 2, None, 4, window=WINDOW // 2) for _ in caches]
 
 
 def test_a_cache_that_forgets_fails() -> None:

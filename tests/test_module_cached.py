@@ -67,9 +67,9 @@ def test_float32_in_chunks_is_the_same_to_rounding(keywords: dict[str, Any]) -> 
 @pytest.mark.parametrize("options", [{"window": 5}, {"page_size": 16}, {"page_size": 16, "window": 5}], ids=str)
 @torch.no_grad()
 def test_other_storage(options: dict[str, Any]) -> None:
-    module, x = layer(rope=True), torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
-    windowed = layer(rope=True, window=(4, 0)) if "window" in options else module
-    expected = windowed(x, x, x, is_causal=True, need_weights=False)[0]
+    keywords = {"window": (4, 0)} if "window" in options else {}
+    module, x = layer(rope=True, **keywords), torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    expected = module(x, x, x, is_causal=True, need_weights=False)[0]
     for chunks in CHUNKS.values():
         out = decode(module, x, cache_for(module, **options), chunks)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
@@ -165,6 +165,23 @@ def test_what_does_not_fit_is_refused_and_leaves_the_cache_alone(
     call = {"query": x, "key": x, "value": x, "kv_cache": cache, **changes}
     with torch.set_grad_enabled(name == "gradient"), pytest.raises(ValueError, match=message):
         module(**call)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize(
+    ("window", "held", "message"),
+    [
+        (None, 5, "no window, got 5"),
+        ((4, 0), 4, "a window of at least 5, .* got 4"),
+        ((None, 0), 9, "no window, got 9"),
+    ],
+)
+@torch.no_grad()
+def test_a_cache_that_forgets_what_the_layer_sees_is_refused(window: Any, held: int, message: str) -> None:
+    module, x = layer(torch.float32, window=window, rope=True), torch.randn(BATCH, 4, EMBED)
+    cache = cache_for(module, torch.float32, window=held)
+    with pytest.raises(ValueError, match=f"MultiheadAttention: kv_cache must have {message}"):
+        module(x, x, x, kv_cache=cache)
     assert cache.length == 0
 
 
