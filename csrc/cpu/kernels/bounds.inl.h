@@ -7,6 +7,9 @@
 namespace mha_ext::kernels {
 namespace {
 
+// Whether something other than the causal order bounds the keys of a query.
+MHA_EXT_INLINE bool is_bounded(const AttentionParams& p) { return p.has_left || p.range_first != nullptr; }
+
 MHA_EXT_INLINE int64_t masked_keys(const AttentionParams& p) { return p.num_keys - p.appended_keys; }
 
 MHA_EXT_INLINE KeySpan span_of(int64_t begin, int64_t end) { return begin < end ? KeySpan{begin, end} : KeySpan{0, 0}; }
@@ -37,7 +40,7 @@ MHA_EXT_INLINE KeySpan keys_of_block(const AttentionParams& p, const QueryBlock&
 
 // Keys that a block has to be run against, appended ones included; beginning at a whole number of steps.
 MHA_EXT_INLINE KeySpan keys_to_visit(const AttentionParams& p, const QueryBlock& block, int64_t step) {
-  if (!p.causal && !p.is_bounded()) return {0, p.num_keys};
+  if (!p.causal && !is_bounded(p)) return {0, p.num_keys};
   const KeySpan seen = keys_of_block(p, block);
   const int64_t begin = seen.empty() ? masked_keys(p) : seen.begin, end = p.appended_keys > 0 ? p.num_keys : seen.end;
   return span_of(begin / step * step, end);

@@ -136,7 +136,7 @@ FewMaskRow<V> resolve_few_row(const AttentionParams& p, int64_t batch, const Row
 
 // Whether all masks say of a row what they said of the one before it.
 MHA_EXT_INLINE bool like_row_before(const AttentionParams& p, const RowCursor& row) {
-  bool alike = row.index > 0 && !p.causal && !p.is_bounded();
+  bool alike = row.index > 0 && !p.causal && !is_bounded(p);
   for (const MaskView& m : p.masks) {
     if (m.kind != MaskKind::None) alike &= m.stride_q == 0 && (m.stride_h == 0 || row.query > 0);
   }

@@ -219,7 +219,7 @@ bool resolve_mask(const AttentionParams& p, const Tile& t, MaskTile<typename V::
     add_hidden<V>(m, t, region, out);
     if (covers_tile) cut_by_map<V>(m, t, out.edge);
   }
-  if (p.is_bounded() || (p.causal && !covers_tile)) return add_bounds<V>(p, t, keys, out);
+  if (is_bounded(p) || (p.causal && !covers_tile)) return add_bounds<V>(p, t, keys, out);
   if (!p.causal || t.key_begin + keys - 1 <= t.queries.begin + p.causal_offset) return true;
   out.edge.template cut_causally<V>(t, t.queries.begin + p.causal_offset - t.key_begin);
   out.hides_pairs = true;

@@ -75,9 +75,6 @@ struct AttentionParams {
   // page pages[b * pages_stride_b + j / page_size].
   const int32_t* pages = nullptr;
   int64_t pages_stride_b = 0, page_size = 0;
-
-  // Whether something other than the causal order bounds the keys of a query.
-  bool is_bounded() const { return has_left || range_first != nullptr; }
 };
 
 // out (B, H, T_q, D_v) and lse (B, H, T_q) contiguous, in the compute type. Rows with no visible key: out 0, lse -inf.
