@@ -116,6 +116,10 @@ struct PagedArguments {
   double softcap = 0.0;
 };
 
+// The same with other keys and values: those of the pages gathered into (B, H_kv, T_kv, X), or the pages themselves.
+AttentionArguments on_keys(const PagedArguments& arguments, const at::Tensor& key, const at::Tensor& value);
+at::Tensor gather_pages(const at::Tensor& pages, const at::Tensor& page_table);
+
 AttentionResult call_paged_attention(const PagedArguments& arguments);
 
 struct WeightsCotangents {

@@ -92,14 +92,8 @@ ForBackwardResult attention_for_backward_math(const AttentionArguments& a, int64
 
 AttentionResult paged_attention_math(const PagedArguments& a) {
   check_paged_attention(a);
-  const auto gather = [&](const at::Tensor& pages) {
-    const at::Tensor rows = pages.index_select(0, a.page_table.flatten()).unflatten_symint(0, a.page_table.sym_sizes());
-    return rows.transpose(1, 2).flatten(2, 3);
-  };
-  AttentionArguments gathered{a.query, gather(a.key_pages), gather(a.value_pages), {}, {}, {}};
-  gathered.scale = a.scale;
-  gathered.variants = {a.key_range, {}, a.sink, kNoLimit, kNoLimit, a.softcap};
-  return attention_math(gathered);
+  const auto& table = a.page_table;
+  return attention_math(on_keys(a, gather_pages(a.key_pages, table), gather_pages(a.value_pages, table)));
 }
 
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {

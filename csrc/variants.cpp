@@ -17,4 +17,16 @@ at::Tensor sink_in(const AttentionArguments& a, at::ScalarType type) {
   return a.variants.sink.to(type).clamp_max(most);
 }
 
+AttentionArguments on_keys(const PagedArguments& a, const at::Tensor& key, const at::Tensor& value) {
+  AttentionArguments arguments{a.query, key, value, {}, {}, {}};
+  arguments.scale = a.scale;
+  arguments.variants = {a.key_range, {}, a.sink, kNoLimit, kNoLimit, a.softcap};
+  return arguments;
+}
+
+at::Tensor gather_pages(const at::Tensor& pages, const at::Tensor& page_table) {
+  const at::Tensor rows = pages.index_select(0, page_table.flatten());
+  return rows.unflatten_symint(0, page_table.sym_sizes()).transpose(1, 2).flatten(2, 3);
+}
+
 }  // namespace mha_ext

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mha_ext.errors import InvalidValueError
 
-__all__ = ["Layout", "align"]
+__all__ = ["Layout", "align", "broadcasts", "flatten_leading"]
 
 
 class Layout(NamedTuple):
@@ -26,6 +26,20 @@ class Layout(NamedTuple):
         if self.rank > 4:
             return x.view(*self.batch, *x.shape[1:])
         return x[0, 0] if self.rank == 2 and has_heads else x[0]
+
+
+def broadcasts(shape: torch.Size, full: tuple[int, ...]) -> bool:
+    """Whether a shape is broadcastable to another."""
+    aligned = zip(reversed(shape), reversed(full), strict=False)
+    return len(shape) <= len(full) and all(size in (1, whole) for size, whole in aligned)
+
+
+def flatten_leading(x: Tensor, lead: int, batch: tuple[int, ...]) -> Tensor:
+    """Merge the axes for ``batch`` (the first ``lead``, 1 where missing) into one of size 1 or their product."""
+    rest = x.shape[lead:]
+    if prod(x.shape[:lead]) == 1 and prod(batch) != 0:
+        return x.reshape(1, *rest)
+    return x.expand(*batch, *rest).reshape(prod(batch), *rest)
 
 
 def align(

@@ -25,6 +25,7 @@ __all__ = [
     "layer_sizes",
     "one_of",
     "real",
+    "same_device",
     "same_kind",
     "size",
     "strided",
@@ -91,6 +92,16 @@ def strided(where: str, name: str, given: Tensor) -> None:
     if given.is_nested or given.layout is not torch.strided:
         kind = "a nested tensor" if given.is_nested else f"layout {given.layout}"
         raise UnsupportedLayoutError(f"{where}: {name} must be a dense tensor (others are not implemented), got {kind}")
+
+
+def same_device(where: str, name: str, given: Tensor, device: torch.device) -> None:
+    """A tensor is on query's device.
+
+    Raises:
+        ValueError: it is on another.
+    """
+    if given.device != device:
+        raise InvalidValueError(f"{where}: {name} must be on query's device {device}, got {given.device}")
 
 
 def one_of(where: str, name: str, given: object, choices: tuple[str, ...]) -> None:

@@ -125,67 +125,50 @@ def projection_maps(
     if len(weights) == 1:
         head_dim = weights[0].shape[0] // sum(counts)
         weights = weights[0].split_with_sizes([count * head_dim for count in counts])
-    biases = (None,) * 3 if bias is None else bias.split_with_sizes([len(weight) for weight in weights])
+    biases = (None,) * 3 if bias is None else bias.split_with_sizes([weight.shape[0] for weight in weights])
     return tuple(zip(weights, biases, counts, strict=True))
 
 
 def project(
     inputs: QKV, weights: tuple[Tensor, ...], bias: Tensor | None, heads: tuple[int, int], batch_first: bool
 ) -> QKV:
-    """Query, key and value heads through one weight that is packed, or through three; the bias is packed."""
-    if len(weights) == 1:
-        return _project_packed(inputs, weights[0], bias, heads, batch_first)
-    biases = (None,) * 3 if bias is None else bias.split_with_sizes([weight.shape[0] for weight in weights])
-    return _project_separate(inputs, weights, biases, heads, batch_first)
+    """Query, key and value heads through one weight that is packed, or through three; the bias is packed.
+
+    Returns:
+        ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
+    """
+    if len(weights) == 1 and shared_inputs(*inputs):
+        return _project_shared(inputs, weights[0], bias, heads, batch_first)
+    maps = projection_maps(weights, bias, heads)
+    q, k, v = (
+        split_heads(linear(x, weight, part), count, batch_first)
+        for x, (weight, part, count) in zip(inputs, maps, strict=True)
+    )
+    return q, k, v
 
 
-def _project_packed(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tuple[int, int], batch_first: bool) -> QKV:
-    """Query, key and value heads through one packed weight; inputs that are the same tensor share one product.
+def _project_shared(inputs: QKV, weight: Tensor, bias: Tensor | None, heads: tuple[int, int], batch_first: bool) -> QKV:
+    """Query, key and value heads through one packed weight, inputs that are the same tensor by one product.
 
     Args:
-        inputs: query, key, value, ``(B, T, E)`` or ``(T, B, E)``.
+        inputs: query, key, value, ``(B, T, E)`` or ``(T, B, E)``; at least key and value are one tensor.
         weight: ``((H + 2 H_kv) D, E)``, rows in the order query, key, value.
         bias: ``((H + 2 H_kv) D,)``.
         heads: H, H_kv.
         batch_first: the layout of the inputs.
-
-    Returns:
-        ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
     """
     num_heads, num_kv_heads = heads
     counts = (num_heads, num_kv_heads, num_kv_heads)
-    shared = shared_inputs(*inputs)
-    if shared == 2:
+    if shared_inputs(*inputs) == 2:
         q, k, v = split_heads(linear(inputs[0], weight, bias), sum(counts), batch_first).split_with_sizes(counts, 1)
         return q, k, v
     head_dim = weight.shape[0] // sum(counts)
-    groups = (num_heads, 2 * num_kv_heads) if shared == 1 else counts
+    groups = (num_heads, 2 * num_kv_heads)
     rows = [count * head_dim for count in groups]
     weights = weight.split_with_sizes(rows)
     biases = (None,) * len(rows) if bias is None else bias.split_with_sizes(rows)
-    if shared == 0:
-        return _project_separate(inputs, weights, biases, heads, batch_first)
     q = split_heads(linear(inputs[0], weights[0], biases[0]), num_heads, batch_first)
     k, v = split_heads(linear(inputs[1], weights[1], biases[1]), groups[1], batch_first).split_with_sizes(counts[1:], 1)
-    return q, k, v
-
-
-def _project_separate(
-    inputs: QKV,
-    weights: tuple[Tensor, ...],
-    biases: tuple[Tensor | None, ...],
-    heads: tuple[int, int],
-    batch_first: bool,
-) -> QKV:
-    """Query, key and value heads, each through its own weight ``(H D, width of the input)`` and bias.
-
-    Returns:
-        ``(B, H, T, D)``, ``(B, H_kv, S, D)``, ``(B, H_kv, S, D)``, views of the products.
-    """
-    q, k, v = (
-        split_heads(linear(x, weight, bias), num_heads, batch_first)
-        for x, weight, bias, num_heads in zip(inputs, weights, biases, (heads[0], heads[1], heads[1]), strict=True)
-    )
     return q, k, v
 
 

@@ -185,17 +185,18 @@ def _require_fitting_rest(module: Any, where: str) -> None:
 
 
 class _Call(NamedTuple):
-    """A call's inputs with a batch axis, checked, and how each of them is projected."""
+    """A call's inputs with a batch axis, checked, and what projects them."""
 
     inputs: layer.QKV
-    maps: tuple[tuple[Tensor, Tensor | None, int], ...]  # weight, bias and number of heads
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None
     counts: tuple[int, int]  # heads of query, of key and value
-    sizes: checks.LayerSizes
     batch_first: bool
+    sizes: checks.LayerSizes
 
     def heads(self, which: int) -> Tensor:
-        """Heads of query (0), key (1) or value (2)."""
-        weight, bias, count = self.maps[which]
+        """Heads of query (0), key (1) or value (2) alone."""
+        weight, bias, count = layer.projection_maps(self.weights, self.bias, self.counts)[which]
         return layer.split_heads(layer.linear(self.inputs[which], weight, bias), count, self.batch_first)
 
 
@@ -210,7 +211,7 @@ def _checked(module: Any, where: str, inputs: layer.QKV) -> _Call:
         inputs = layer.add_batch_axis(inputs, 0 if batch_first else 1)
     heads = module._heads(weights)
     parameters.projections(where, weights, bias, heads, widths)
-    return _Call(inputs, layer.projection_maps(weights, bias, heads), heads, sizes, batch_first)
+    return _Call(inputs, weights, bias, heads, batch_first, sizes)
 
 
 def _like(given: Tensor, width: int) -> Tensor:
@@ -257,7 +258,7 @@ def _grown(
     real = _real_lengths(where, options.key_padding_mask, sizes)
     device = inputs[0].device
     options = layer.resolve(where, options._replace(key_padding_mask=None), sizes, module.num_heads, device)
-    q, k, v = layer.project(call.inputs, module._input_weights(), module.in_proj_bias, call.counts, call.batch_first)
+    q, k, v = layer.project(call.inputs, call.weights, call.bias, call.counts, call.batch_first)
     if module._has_variants:
         if cache.ragged:
             positions = cache.lengths.unsqueeze(-1) + torch.arange(sizes.num_queries, device=device)

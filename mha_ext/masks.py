@@ -6,12 +6,10 @@ element; masks are never expanded over heads or batch and never merged with padd
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
-from mha_ext import checks
+from mha_ext import axes, checks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["broadcast_mask", "broadcast_padding", "is_causal_bias", "layer_mask", "layer_padding", "saveable"]
@@ -52,11 +50,6 @@ def saveable(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _require_device(where: str, name: str, mask: Tensor, device: torch.device) -> None:
-    if mask.device != device:
-        raise InvalidValueError(f"{where}: {name} must be on query's device {device}, got {mask.device}")
-
-
 def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
     """The operators' mask from a layer's ``attn_mask`` (bool: True = may not attend).
 
@@ -75,7 +68,7 @@ def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], devic
         ValueError: the shape does not fit, or the device differs.
     """
     mask = _usable(where, "attn_mask", mask)
-    _require_device(where, "attn_mask", mask, device)
+    checks.same_device(where, "attn_mask", mask, device)
     batch, num_heads, num_queries, num_keys = sizes
     shape = mask.shape
     rank = len(shape)
@@ -109,7 +102,7 @@ def layer_padding(where: str, mask: Tensor, batch: int, num_keys: int, device: t
         ValueError: the shape does not fit, or the device differs.
     """
     mask = _usable(where, "key_padding_mask", mask)
-    _require_device(where, "key_padding_mask", mask, device)
+    checks.same_device(where, "key_padding_mask", mask, device)
     shape = mask.shape
     if len(shape) == 1 and shape[0] == num_keys:
         return mask.unsqueeze(0)
@@ -117,14 +110,6 @@ def layer_padding(where: str, mask: Tensor, batch: int, num_keys: int, device: t
         expected = f"(B, S) = {(batch, num_keys)} or (S,) = {(num_keys,)}"
         raise InvalidValueError(f"{where}: key_padding_mask must have shape {expected}, got {tuple(shape)}")
     return mask
-
-
-def _flatten_leading(mask: Tensor, lead: int, batch: tuple[int, ...]) -> Tensor:
-    """Merge a mask's axes for ``batch`` (its first ``lead``, 1 where missing) into one of size 1 or their product."""
-    rest = mask.shape[lead:]
-    if prod(mask.shape[:lead]) == 1 and prod(batch) != 0:
-        return mask.reshape(1, *rest)
-    return mask.expand(*batch, *rest).reshape(prod(batch), *rest)
 
 
 def broadcast_mask(where: str, mask: Tensor, batch: tuple[int, ...], sizes: tuple[int, int, int]) -> Tensor:
@@ -143,12 +128,11 @@ def broadcast_mask(where: str, mask: Tensor, batch: tuple[int, ...], sizes: tupl
     mask = _usable(where, "attn_mask", mask)
     full = (*batch, *sizes)
     shape = mask.shape
-    aligned = zip(reversed(shape), reversed(full), strict=False)
-    if len(shape) > len(full) or any(given not in (1, size) for given, size in aligned):
+    if not axes.broadcasts(shape, full):
         raise InvalidValueError(f"{where}: attn_mask must be broadcastable to {full}, got {tuple(shape)}")
     if len(shape) < 3:
         mask = mask[(None,) * (3 - len(shape))]
-    return _flatten_leading(mask, mask.dim() - 3, batch)
+    return axes.flatten_leading(mask, mask.dim() - 3, batch)
 
 
 def broadcast_padding(where: str, mask: Tensor, batch: tuple[int, ...], num_keys: int) -> Tensor:
@@ -160,10 +144,8 @@ def broadcast_padding(where: str, mask: Tensor, batch: tuple[int, ...], num_keys
     """
     mask = _usable(where, "key_padding_mask", mask)
     shape = mask.shape
-    leading = zip(reversed(shape[:-1]), reversed(batch), strict=False)
-    misfit = any(given not in (1, size) for given, size in leading)
-    if not 1 <= len(shape) <= len(batch) + 1 or shape[-1] != num_keys or misfit:
+    if len(shape) < 1 or shape[-1] != num_keys or not axes.broadcasts(shape[:-1], batch):
         raise InvalidValueError(
             f"{where}: key_padding_mask must be broadcastable to {(*batch, num_keys)}, got {tuple(shape)}"
         )
-    return _flatten_leading(mask, len(shape) - 1, batch)
+    return axes.flatten_leading(mask, len(shape) - 1, batch)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext import _ops, checks, masks
+from mha_ext import _ops, axes, checks, masks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["Given", "Sizes", "has_readable_values", "limits", "resolve", "softcap"]
@@ -129,22 +129,12 @@ def _intersection(ranges: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack((first, last)).to(torch.int32)
 
 
-def _require_device(where: str, name: str, given: Tensor, query: Tensor) -> None:
-    if given.device != query.device:
-        raise InvalidValueError(f"{where}: {name} must be on query's device {query.device}, got {given.device}")
-
-
-def _broadcasts(shape: torch.Size, full: tuple[int, ...]) -> bool:
-    aligned = zip(reversed(shape), reversed(full), strict=False)
-    return len(shape) <= len(full) and all(size in (1, whole) for size, whole in aligned)
-
-
 def _floating(where: str, name: str, given: Any, query: Tensor) -> Tensor:
     """A floating tensor on query's device; the operators take it in their own precision."""
     checks.tensor(where, name, given)
     if given.dtype not in checks.FLOATS:
         raise InvalidTypeError(f"{where}: {name} must be floating point, got {given.dtype}")
-    _require_device(where, name, given, query)
+    checks.same_device(where, name, given, query.device)
     return masks.saveable(given)
 
 
@@ -162,16 +152,13 @@ def _per_head(where: str, name: str, given: Any, sizes: Sizes, rest: tuple[int, 
     given = _floating(where, name, given, query)
     full, shape = (*sizes.batch, sizes.heads, *rest), given.shape
     split = len(shape) - len(rest)
-    if split < 1 or tuple(shape[split:]) != rest or not _broadcasts(shape, full):
+    if split < 1 or tuple(shape[split:]) != rest or not axes.broadcasts(shape, full):
         tail = "".join(f", {size}" for size in rest)
         raise InvalidValueError(
             f"{where}: {name} must have shape (num_heads{tail}) = {(sizes.heads, *rest)}, or that with query's leading "
             f"axes before it, got {tuple(shape)}"
         )
-    lead, heads = shape[: split - 1], shape[split - 1]
-    if prod(lead) == 1:
-        return given.reshape(1, heads, *rest)  # type: ignore[no-any-return]
-    return given.expand(*sizes.batch, heads, *rest).reshape(prod(sizes.batch), heads, *rest)  # type: ignore[no-any-return]
+    return axes.flatten_leading(given, split - 1, sizes.batch)
 
 
 def _distance_bias(where: str, given: Given, sizes: Sizes, offset: int, query: Tensor) -> Tensor | None:
@@ -196,13 +183,11 @@ def _bounds(where: str, name: str, given: Any, shapes: tuple[tuple[int, ...], in
     checks.tensor(where, name, given)
     if given.dtype not in _INTEGERS:
         raise InvalidTypeError(f"{where}: {name} must be an integer tensor, got {given.dtype}")
-    _require_device(where, name, given, query)
+    checks.same_device(where, name, given, query.device)
     shape = given.shape
-    if len(shape) < 1 or shape[-1] != length or not _broadcasts(shape, (*batch, length)):
+    if len(shape) < 1 or shape[-1] != length or not axes.broadcasts(shape, (*batch, length)):
         raise InvalidValueError(f"{where}: {name} must have shape {(*batch, length)}, got {tuple(shape)}")
-    if prod(shape[:-1]) == 1:
-        return given.reshape(1, length).long()  # type: ignore[no-any-return]
-    return given.expand(*batch, length).reshape(prod(batch), length).long()  # type: ignore[no-any-return]
+    return axes.flatten_leading(given, len(shape) - 1, batch).long()
 
 
 def has_readable_values(tensor: Tensor) -> bool:

@@ -82,9 +82,8 @@ def varlen_attention(
     checks.dropout_probability(_WHERE, "dropout_p", dropout_p)
     if scale is not None:
         scale = checks.real(_WHERE, "scale", scale)
-    left, right = (None, None) if window is None else variants.limits(_WHERE, window)
-    right = 0 if is_causal else right
-    sides = (None if left in (None, variants.NO_LIMIT) else left, None if right in (None, variants.NO_LIMIT) else right)
+    left, right = (variants.NO_LIMIT, variants.NO_LIMIT) if window is None else variants.limits(_WHERE, window)
+    sides = (left, 0 if is_causal else right)
     key_range = _key_range(bounds[0], bounds[1], len(query), sides, causal_alignment == "lower_right")
     seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -122,8 +121,7 @@ def _starts(which: str, given: Any, total: int, longest: Any, device: torch.devi
         raise InvalidTypeError(f"{_WHERE}: {name} must be int32 or int64, got {given.dtype}")
     if given.dim() != 1 or len(given) < 1:
         raise InvalidValueError(f"{_WHERE}: {name} must have shape (N + 1,), got {tuple(given.shape)}")
-    if given.device != device:
-        raise InvalidValueError(f"{_WHERE}: {name} must be on query's device {device}, got {given.device}")
+    checks.same_device(_WHERE, name, given, device)
     longest = checks.integer(_WHERE, f"max_seqlen_{which}", longest)
     starts: Tensor = given.long()
     if variants.has_readable_values(given):
@@ -142,9 +140,7 @@ def _starts(which: str, given: Any, total: int, longest: Any, device: torch.devi
     return starts
 
 
-def _key_range(
-    starts_q: Tensor, starts_k: Tensor, total: int, sides: tuple[int | None, int | None], lower_right: bool
-) -> Tensor:
+def _key_range(starts_q: Tensor, starts_k: Tensor, total: int, sides: tuple[int, int], lower_right: bool) -> Tensor:
     """The packed keys that each packed query sees, int32 ``(2, 1, total)``."""
     lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
     place = torch.arange(total, device=starts_q.device)
@@ -153,10 +149,10 @@ def _key_range(
     # Found by search, which is safe whatever the numbers are: nobody can look at them while a program is traced.
     sequence = torch.searchsorted(starts_q[1:].contiguous(), place, right=True).clamp(max=len(lengths_q) - 1)
     begin, end = starts_k[:-1][sequence], starts_k[1:][sequence]
-    if sides != (None, None):
+    left, right = sides
+    if left >= 0 or right >= 0:
         shift = starts_k[:-1] - starts_q[:-1] + (lengths_k - lengths_q if lower_right else 0)
         position = place + shift[sequence]
-        left, right = sides
-        begin = begin if left is None else torch.maximum(begin, position - left)
-        end = end if right is None else torch.minimum(end, position + right + 1)
+        begin = begin if left < 0 else torch.maximum(begin, position - left)
+        end = end if right < 0 else torch.minimum(end, position + right + 1)
     return torch.stack((begin, end)).to(torch.int32).unsqueeze(1)

@@ -1,5 +1,4 @@
 // paged_attention on CPU: the kernel for few queries reads keys and values where their pages lie.
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -26,17 +25,9 @@ void check_pages(const PagedArguments& a, int64_t num_keys) {
                     a.key_pages.size(0), "), got ", least, " to ", most);
 }
 
-// (B, H_kv, T_kv, X); many queries read it often enough to be worth the copy.
-at::Tensor gathered(const at::Tensor& pages, const at::Tensor& table) {
-  const at::Tensor rows = pages.index_select(0, table.flatten());
-  return rows.unflatten(0, table.sizes()).transpose(1, 2).flatten(2, 3);
-}
-
 AttentionResult paged_attention(const PagedArguments& a) {
   check_paged_attention(a);
-  AttentionArguments arguments{a.query, a.key_pages, a.value_pages, {}, {}, {}};
-  arguments.scale = a.scale;
-  arguments.variants = {a.key_range, {}, a.sink, kNoLimit, kNoLimit, a.softcap};
+  const AttentionArguments arguments = on_keys(a, a.key_pages, a.value_pages);
   const kernels::KernelTable& kernel = kernels_for(arguments);
   const at::Tensor out = empty_like_query(a.query, a.value_pages.size(3));
   const at::Tensor lse =
@@ -44,9 +35,9 @@ AttentionResult paged_attention(const PagedArguments& a) {
   if (lse.numel() == 0) return {out, lse};
   const int64_t num_keys = std::max<int64_t>(0, a.key_range[1].max().item<int64_t>());
   check_pages(a, num_keys);
-  if (!runs_as_few(a.query.size(2), kernel)) {
-    arguments.key = gathered(a.key_pages, a.page_table), arguments.value = gathered(a.value_pages, a.page_table);
-    return {out, attention_into(arguments, {out})};
+  if (!runs_as_few(a.query.size(2), kernel)) {  // many read each key often enough to be worth a copy
+    const at::Tensor key = gather_pages(a.key_pages, a.page_table), value = gather_pages(a.value_pages, a.page_table);
+    return {out, attention_into(on_keys(a, key, value), {out})};
   }
   const BoundArguments bound = bind(arguments);
   kernels::ForwardParams forward = bind_outputs(bound, {out});
