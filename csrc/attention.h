@@ -48,7 +48,8 @@ struct AttentionArguments {
   at::Tensor value;      // (B, H_kv, T_kv, D_v); absent for the gradient of the attention weights
   at::Tensor attn_mask;  // broadcasts to (B, H, T_q, T_kv - num_appended_keys); bool: True = may attend; else added
   at::Tensor key_padding_mask;  // (B or 1, T_kv - num_appended_keys); bool: True = ignore; else added
-  at::Tensor dropout_seed;      // int64, one element; present iff dropout_p > 0
+  at::Tensor dropout_seed;      // int64, present iff dropout_p > 0: one element, or K of them that serve B / K samples
+                                // each, in order, which then count from their seed's first (vmap's randomness)
   double dropout_p = 0.0;
   int64_t causal = kNotCausal;
   std::optional<double> scale = std::nullopt;  // 1 / sqrt(D) when absent
@@ -60,6 +61,8 @@ using AttentionResult = std::tuple<at::Tensor, at::Tensor>;            // out, l
 using WeightsResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, lse, weights
 // Of query, key, value, attn_mask, key_padding_mask, relative_bias, sink.
 constexpr size_t kNumGradients = 7;
+// Directions in which those move, in that order; an undefined one counts as zero.
+using Tangents = std::array<at::Tensor, kNumGradients>;
 using AttentionGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 // Of query, key, attn_mask, key_padding_mask, relative_bias, sink.
@@ -80,6 +83,30 @@ struct AttentionCotangents {
   at::Tensor rounding = {};  // as ForBackwardResult has it; absent or empty: out is taken as it is
 };
 AttentionGradients call_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
+
+// First derivative along tangents: of the forward's results, where they are known,
+struct ForwardTangents {
+  at::Tensor out;
+  at::Tensor lse;
+  Tangents inputs;
+  at::Tensor rounding = {};  // as in AttentionCotangents
+};
+AttentionResult call_attention_jvp(const AttentionArguments& arguments, const ForwardTangents& tangents);
+
+// and of the backward's gradients, out and lse being functions of the inputs. With tangents of the inputs alone this is
+// the product with the second derivative of <grad_out, out> + <grad_lse, lse>, and so, as that is symmetric, also the
+// backward of the backward: its results are the gradients of the backward's arguments, in the order of kNumGradients,
+// grad_out and grad_lse last (whose own are the tangents of out and lse).
+constexpr size_t kNumSecondGradients = kNumGradients + 2;
+using SecondGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                                   at::Tensor, at::Tensor>;
+struct BackwardTangents {
+  AttentionCotangents cotangents;  // its output_mask is not read
+  Tangents inputs;
+  at::Tensor grad_out, grad_lse;
+  std::array<bool, kNumSecondGradients> output_mask;
+};
+SecondGradients call_attention_backward_jvp(const AttentionArguments& arguments, const BackwardTangents& tangents);
 
 // The same with the weights that were used, after dropout: (B, H, T_q, T_kv), or their mean over heads (B, T_q, T_kv).
 WeightsResult call_attention_with_weights(const AttentionArguments& arguments, bool average);

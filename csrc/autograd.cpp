@@ -1,15 +1,15 @@
-// Derivatives of the attention operators. Three roads at the Autograd key:
-// - a function transform (vmap, jvp, torch.func.grad, ...) is active or an input carries a forward-mode tangent:
-//   the ATen composition, which every transform can take apart;
+// Derivatives of the attention operators. Three roads at the Autograd key, whatever transforms are active:
+// - an input carries a forward-mode tangent: the results of the inputs without it, and theirs by an operator of ours;
 // - an input requires a gradient: a Function whose backward is our backward operator;
-// - else: on to the device's kernel.
-// The backward operators have closed forms in ATen, re-derived from the inputs, for whoever differentiates them.
+// - else: on to the device's kernel, or the next transform.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "composite.h"
 #include "differentiation.h"
+#include "saved_arguments.h"
 #include "signatures.h"
 
 namespace mha_ext {
@@ -18,187 +18,130 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Numbers that a Function keeps for its backward.
-void save_numbers(AutogradContext* context, const AttentionArguments& a) {
-  context->saved_data["dropout_p"] = a.dropout_p;
-  context->saved_data["causal"] = a.causal;
-  context->saved_data["scale"] = a.scale;
-  context->saved_data["num_appended_keys"] = a.num_appended_keys;
-  context->saved_data["window_left"] = a.variants.window_left;
-  context->saved_data["window_right"] = a.variants.window_right;
-  context->saved_data["softcap"] = a.variants.softcap;
-}
-
-// The arguments of the forward, from what was saved.
-AttentionArguments load_arguments(AutogradContext* context, const variable_list& saved) {
-  AttentionArguments a{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
-  a.dropout_p = context->saved_data["dropout_p"].toDouble();
-  a.causal = context->saved_data["causal"].toInt();
-  a.scale = context->saved_data["scale"].toOptional<double>();
-  a.num_appended_keys = context->saved_data["num_appended_keys"].toInt();
-  a.variants = {saved[6],
-                saved[7],
-                saved[8],
-                context->saved_data["window_left"].toInt(),
-                context->saved_data["window_right"].toInt(),
-                context->saved_data["softcap"].toDouble()};
-  return a;
-}
-
-void save_tensors(AutogradContext* context, const AttentionArguments& a, const at::Tensor& out, const at::Tensor& lse,
-                  const at::Tensor& rounding) {
-  const Variants& v = a.variants;
-  context->save_for_backward({a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.dropout_seed, v.key_range,
-                              v.relative_bias, v.sink, out, lse, rounding});
-}
-
-AttentionGradients output_gradients(const AttentionArguments& a, const variable_list& saved, const variable_list& grads,
-                                    const std::array<bool, kNumGradients>& wanted) {
-  return call_attention_backward(a, {grads[0], grads[1], saved[9], saved[10], wanted, saved[11]});
-}
-
-std::array<at::Tensor, kNumGradients> differentiable(const AttentionArguments& a) {
-  return {a.query, a.key, a.value, a.attn_mask, a.key_padding_mask, a.variants.relative_bias, a.variants.sink};
-}
-
-// Only differentiable tensors are parameters of `apply`; masks and the seed come along in the arguments.
-class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                               const OptionalTensor&, const AttentionArguments& a) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    context->set_materialize_grads(false);
-    at::Tensor out, lse, rounding;
-    if (is_half(a.query)) {
-      std::tie(out, lse, std::ignore, rounding) = call_attention_for_backward(a, kNoWeights);
-    } else {
-      std::tie(out, lse) = call_attention(a);
-    }
-    save_tensors(context, a, out, lse, rounding);
-    save_numbers(context, a);
-    return {out, lse};
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const variable_list saved = context->get_saved_variables();
-    const AttentionArguments a = load_arguments(context, saved);
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(kNumGradients + 1);
-    const auto wanted = wanted_gradients(context, differentiable(a));
-    const auto [query, key, value, attn_mask, key_padding_mask, bias, sink] = output_gradients(a, saved, grads, wanted);
-    return {query, key, value, attn_mask, key_padding_mask, bias, sink, at::Tensor()};
-  }
-};
-
-struct WeightsCall {
+// What a Function gets besides the differentiable tensors; `rounding` is left there, as it has no derivative.
+struct AttentionCall {
   const AttentionArguments& arguments;
-  bool average;
+  int64_t weights;
+  at::Tensor& rounding;
 };
+
+// Results of the forward as an autograd node keeps them.
+ForBackwardResult compute(const AttentionArguments& a, int64_t weights) {
+  if (is_half(a.query)) return call_attention_for_backward(a, weights);
+  if (weights == kNoWeights) return std::tuple_cat(call_attention(a), std::tuple(at::Tensor(), at::Tensor()));
+  return std::tuple_cat(call_attention_with_weights(a, weights == kMeanWeights), std::tuple(at::Tensor()));
+}
 
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
 }
 
-class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
+class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* context, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                               const OptionalTensor&, const WeightsCall& call) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const AttentionArguments& a = call.arguments;
+  template <class... Tensors>
+  static variable_list forward(AutogradContext* context, const Applied<AttentionCall>& applied, const Tensors&...) {
+    const BelowAutograd below(applied.transforms);
+    const AttentionCall& call = applied.call;
     context->set_materialize_grads(false);
-    at::Tensor out, lse, weights, rounding;
-    if (is_half(a.query)) {
-      std::tie(out, lse, weights, rounding) =
-          call_attention_for_backward(a, call.average ? kMeanWeights : kWeightsPerHead);
-    } else {
-      std::tie(out, lse, weights) = call_attention_with_weights(a, call.average);
-    }
-    save_tensors(context, a, out, lse, rounding);
-    save_numbers(context, a);
-    context->saved_data["average"] = call.average;
+    const auto [out, lse, weights, rounding] = compute(call.arguments, call.weights);
+    call.rounding = rounding;
+    save_call(context, call.arguments, {out, lse, rounding});
+    context->saved_data["weights"] = call.weights;
+    if (call.weights == kNoWeights) return {out, lse};
     return {out, lse, weights};
   }
 
   // Few losses look at the weights: what they do not ask for is not computed.
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const variable_list saved = context->get_saved_variables();
-    AttentionArguments a = load_arguments(context, saved);
+    const auto [a, results] = load_call(context);
     const auto wanted = wanted_gradients(context, differentiable(a));
-    variable_list result(kNumGradients + 1);
+    variable_list sums(kNumGradients + 1);  // the first is the call's
     if (grads[0].defined() || grads[1].defined()) {
-      std::tie(result[0], result[1], result[2], result[3], result[4], result[5], result[6]) =
-          output_gradients(a, saved, grads, wanted);
+      std::tie(sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]) =
+          call_attention_backward(a, {grads[0], grads[1], results[0], results[1], wanted, results[2]});
     }
-    if (grads[2].defined()) {
-      a.value = at::Tensor();
-      const bool average = context->saved_data["average"].toBool();
+    if (grads.size() == 3 && grads[2].defined()) {
+      AttentionArguments scores = a;
+      scores.value = at::Tensor();
+      const bool average = context->saved_data["weights"].toInt() == kMeanWeights;
       const auto [query, key, attn_mask, key_padding_mask, bias, sink] = call_attention_weights_backward(
-          a, {grads[2], saved[10], average, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5], wanted[6]}});
-      result[0] = sum_of(result[0], query), result[1] = sum_of(result[1], key);
-      result[3] = sum_of(result[3], attn_mask), result[4] = sum_of(result[4], key_padding_mask);
-      result[5] = sum_of(result[5], bias), result[6] = sum_of(result[6], sink);
+          scores, {grads[2], results[1], average, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5], wanted[6]}});
+      sums[1] = sum_of(sums[1], query), sums[2] = sum_of(sums[2], key);
+      sums[4] = sum_of(sums[4], attn_mask), sums[5] = sum_of(sums[5], key_padding_mask);
+      sums[6] = sum_of(sums[6], bias), sums[7] = sum_of(sums[7], sink);
     }
-    return result;
+    return sums;
   }
 };
 
+// As the node gives them: out, lse and perhaps the weights.
+variable_list differentiated(const AttentionArguments& a, int64_t weights, at::Tensor& rounding) {
+  return apply_function<AttentionFunction>(AttentionCall{a, weights, rounding}, differentiable(a));
+}
+
+AttentionArguments primals_of(const AttentionArguments& a) {
+  auto inputs = differentiable(a);
+  for (at::Tensor& input : inputs) input = primal_of(input);
+  return with_inputs(a, inputs);
+}
+
+// Forward mode: tangents of out and lse, from those of the inputs.
+ForBackwardResult with_tangents(const AttentionArguments& a) {
+  const AttentionArguments primals = primals_of(a);
+  const auto [out, lse, weights, rounding] = compute(primals, kNoWeights);
+  ForwardTangents tangents{out, lse, differentiable(a), rounding};
+  for (at::Tensor& tangent : tangents.inputs) tangent = tangent_of(tangent);
+  const auto [moved_out, moved_lse] = call_attention_jvp(primals, tangents);
+  out._set_fw_grad(moved_out, /*level=*/0, /*is_inplace_op=*/false);
+  lse._set_fw_grad(moved_lse, /*level=*/0, /*is_inplace_op=*/false);
+  return {out, lse, weights, rounding};
+}
+
 AttentionResult attention_autograd(const AttentionArguments& a) {
   const auto inputs = differentiable(a);
-  if (must_decompose(inputs)) return attention_math(a);
+  if (any_tangent(inputs)) {
+    const auto [out, lse, weights, rounding] = with_tangents(a);
+    return {out, lse};
+  }
   if (needs_gradient(inputs)) {
-    const variable_list results =
-        AttentionFunction::apply(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-                                 to_optional(a.variants.relative_bias), to_optional(a.variants.sink), a);
+    at::Tensor rounding;
+    const variable_list results = differentiated(a, kNoWeights, rounding);
     return {results[0], results[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_attention(a);
 }
 
-AttentionGradients attention_backward_autograd(const AttentionArguments& a, const AttentionCotangents& c) {
-  const auto inputs = differentiable(a);
-  const std::array<at::Tensor, 2> grads{c.grad_out, c.grad_lse};
-  if (must_decompose(inputs) || must_decompose(grads) || needs_gradient(inputs) || needs_gradient(grads)) {
-    return attention_backward_math(a, c);
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return call_attention_backward(a, c);
-}
-
 WeightsResult attention_with_weights_autograd(const AttentionArguments& a, bool average) {
   const auto inputs = differentiable(a);
-  if (must_decompose(inputs)) return attention_with_weights_math(a, average);
+  if (any_tangent(inputs)) return attention_with_weights_math(a, average);
   if (needs_gradient(inputs)) {
-    const variable_list results = WeightsFunction::apply(
-        a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
-        to_optional(a.variants.relative_bias), to_optional(a.variants.sink), WeightsCall{a, average});
+    at::Tensor rounding;
+    const variable_list results = differentiated(a, average ? kMeanWeights : kWeightsPerHead, rounding);
     return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_attention_with_weights(a, average);
 }
 
-// Where it is differentiated itself, a composition: nothing is saved then, and there is no backward of ours to serve.
+// Differentiated itself when a node further down, of another transform, is to be differentiated.
 ForBackwardResult attention_for_backward_autograd(const AttentionArguments& a, int64_t weights) {
   const auto inputs = differentiable(a);
-  if (must_decompose(inputs) || needs_gradient(inputs)) return attention_for_backward_math(a, weights);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return call_attention_for_backward(a, weights);
-}
-
-WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a, const WeightsCotangents& c) {
-  const auto inputs = differentiable(a);
-  const std::array<at::Tensor, 1> grads{c.grad_weights};
-  if (must_decompose(inputs) || must_decompose(grads) || needs_gradient(inputs) || needs_gradient(grads)) {
-    return attention_weights_backward_math(a, c);
+  if (any_tangent(inputs)) {
+    if (weights != kNoWeights || !is_half(a.query)) return attention_for_backward_math(a, weights);
+    auto [out, lse, none, rounding] = with_tangents(a);
+    return {out, lse, at::empty({0}, a.query.options()), rounding};
+  }
+  if (needs_gradient(inputs)) {
+    if (!is_half(a.query)) return attention_for_backward_math(a, weights);
+    at::Tensor rounding;
+    const variable_list results = differentiated(a, weights, rounding);
+    return {results[0], results[1], results.size() == 3 ? results[2] : at::empty({0}, a.query.options()), rounding};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return call_attention_weights_backward(a, c);
+  return call_attention_for_backward(a, weights);
 }
 
 // A cache of pages is state of inference.
@@ -216,11 +159,8 @@ AttentionResult paged_attention_autograd(const PagedArguments& a) {
 TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
   m.impl("paged_attention", TORCH_FN(paged_attention_kernel<paged_attention_autograd>));
   m.impl("attention", TORCH_FN(attention_kernel<attention_autograd>));
-  m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_autograd>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_autograd>));
   m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_autograd>));
-  m.impl("attention_weights_backward",
-         TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_autograd>));
 }
 
 }  // namespace mha_ext

@@ -1,90 +1,15 @@
 #include "checks.h"
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <string>
+#include <vector>
+
+#include "argument_checks.h"
 
 namespace mha_ext {
 namespace {
-
-// One argument in an error message: "<function>: <name> must ...".
-struct Argument {
-  const char* function;
-  const char* name;
-};
-
-std::ostream& operator<<(std::ostream& stream, const Argument& argument) {
-  return stream << argument.function << ": " << argument.name << " must";
-}
-
-bool is_supported_float(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-}
-
-void check_float(const Argument& argument, const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(is_supported_float(tensor.scalar_type()), argument,
-                   " be float64, float32, bfloat16 or float16, got ", tensor.scalar_type());
-}
-
-void check_rank(const Argument& argument, const at::Tensor& tensor, int64_t rank, const char* shape) {
-  TORCH_CHECK_VALUE(tensor.dim() == rank, argument, " have ", rank, " dimensions ", shape, ", got ", tensor.dim());
-}
-
-void check_size(const Argument& argument, const at::Tensor& tensor, int64_t dim, const c10::SymInt& expected,
-                const char* meaning) {
-  TORCH_CHECK_VALUE(tensor.sym_size(dim) == expected, argument, " have ", meaning, " ", expected, " (size ", dim,
-                    "), got ", tensor.sym_size(dim));
-}
-
-void check_device(const Argument& argument, const at::Tensor& tensor, const at::Tensor& query) {
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), argument, " be on query's device ", query.device(), ", got ",
-                    tensor.device());
-}
-
-void check_same_kind(const Argument& argument, const at::Tensor& tensor, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), argument, " have query's dtype ", query.scalar_type(),
-                   ", got ", tensor.scalar_type());
-  check_device(argument, tensor, query);
-}
-
-void check_mask_kind(const Argument& argument, const at::Tensor& mask, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || is_supported_float(mask.scalar_type()), argument,
-                   " be bool or floating point, got ", mask.scalar_type());
-  check_device(argument, mask, query);
-}
-
-bool broadcasts(const at::Tensor& mask, c10::SymIntArrayRef shape) {
-  if (mask.dim() != static_cast<int64_t>(shape.size())) return false;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (mask.sym_size(static_cast<int64_t>(i)) != 1 && mask.sym_size(static_cast<int64_t>(i)) != shape[i]) return false;
-  }
-  return true;
-}
-
-// The masks' four axes in full.
-struct PairSizes {
-  c10::SymInt batch, heads, queries, keys;
-};
-
-void check_masks(const char* function, const at::Tensor& attn_mask, const at::Tensor& key_padding_mask,
-                 const PairSizes& sizes, const at::Tensor& query) {
-  if (attn_mask.defined()) {
-    const Argument argument{function, "attn_mask"};
-    check_mask_kind(argument, attn_mask, query);
-    const std::array<c10::SymInt, 4> shape{sizes.batch, sizes.heads, sizes.queries, sizes.keys};
-    TORCH_CHECK_VALUE(broadcasts(attn_mask, shape), argument, " have 4 dimensions that broadcast to ",
-                      c10::SymIntArrayRef(shape), ", got ", attn_mask.sym_sizes());
-  }
-  if (key_padding_mask.defined()) {
-    const Argument argument{function, "key_padding_mask"};
-    check_mask_kind(argument, key_padding_mask, query);
-    check_rank(argument, key_padding_mask, 2, "(batch, key length)");
-    TORCH_CHECK_VALUE(key_padding_mask.sym_size(0) == 1 || key_padding_mask.sym_size(0) == sizes.batch, argument,
-                      " have batch size 1 or ", sizes.batch, " (size 0), got ", key_padding_mask.sym_size(0));
-    check_size(argument, key_padding_mask, 1, sizes.keys, "key length");
-  }
-}
 
 void check_variants(const char* function, const Variants& v, const PairSizes& sizes, const at::Tensor& query) {
   if (v.key_range.defined()) {
@@ -121,26 +46,6 @@ void check_variants(const char* function, const Variants& v, const PairSizes& si
                     ": softcap must be positive and finite, or 0 for none, got ", v.softcap);
 }
 
-void check_numbers(const char* function, double dropout_p, int64_t causal, std::optional<double> scale) {
-  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0, function, ": dropout_p must be in [0, 1), got ", dropout_p);
-  TORCH_CHECK_VALUE(causal >= kNotCausal && causal <= kLowerRightPositions, function,
-                    ": causal must be 0 (no), 1 (upper left), 2 (lower right) or 3 (no, but positions count from the "
-                    "lower right), got ",
-                    causal);
-  TORCH_CHECK_VALUE(!scale.has_value() || std::isfinite(*scale), function, ": scale must be finite, got ", *scale);
-}
-
-void check_dropout_seed(const char* function, const at::Tensor& seed, double dropout_p, const at::Tensor& query) {
-  TORCH_CHECK_VALUE(seed.defined() == (dropout_p > 0.0), function,
-                    ": dropout_seed must be given if and only if dropout_p > 0, got dropout_p ", dropout_p,
-                    seed.defined() ? " with" : " without", " a seed");
-  if (!seed.defined()) return;
-  const Argument argument{function, "dropout_seed"};
-  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, argument, " be int64, got ", seed.scalar_type());
-  TORCH_CHECK_VALUE(seed.sym_numel() == 1, argument, " have one element, got shape ", seed.sym_sizes());
-  check_device(argument, seed, query);
-}
-
 void check_key_value(const char* function, const AttentionArguments& a) {
   const Argument key{function, "key"};
   check_rank(key, a.key, 4, "(batch, key/value heads, key length, head_dim)");
@@ -164,106 +69,73 @@ void check_key_value(const char* function, const AttentionArguments& a) {
   TORCH_CHECK_VALUE(a.value.sym_size(3) >= 1, value, " have head_dim at least 1 (size 3), got ", a.value.sym_size(3));
 }
 
-void check_shape(const Argument& argument, const at::Tensor& tensor, c10::SymIntArrayRef shape) {
-  TORCH_CHECK_VALUE(tensor.sym_sizes() == shape, argument, " have shape ", shape, ", got ", tensor.sym_sizes());
-}
-
-// Of out's shape, or empty, with one axis; always so for float32 and float64.
-void check_rounding(const Argument& argument, const at::Tensor& rounding, c10::SymIntArrayRef shape,
-                    const at::Tensor& query) {
-  if (!rounding.defined()) return;
-  if (rounding.dim() == 1 || !is_half(query)) {
-    check_shape(argument, rounding, std::array<c10::SymInt, 1>{0});
-  } else {
-    check_shape(argument, rounding, shape);
-  }
-  TORCH_CHECK_TYPE(rounding.scalar_type() == at::kBFloat16, argument, " be bfloat16, got ", rounding.scalar_type());
-  check_device(argument, rounding, query);
-}
-
-// Of lse and its gradient: float64 for float64, float32 for everything else.
-void check_lse_kind(const Argument& argument, const at::Tensor& lse, const at::Tensor& query) {
-  const at::ScalarType dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  TORCH_CHECK_TYPE(lse.scalar_type() == dtype, argument, " be ", dtype, ", got ", lse.scalar_type());
-  check_device(argument, lse, query);
-}
-
 void check_lse(const char* function, const AttentionArguments& a, const at::Tensor& lse) {
   const std::array<c10::SymInt, 3> shape{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2)};
   check_shape({function, "lse"}, lse, shape);
   check_lse_kind({function, "lse"}, lse, a.query);
 }
 
-void check_mask_gradient(const Argument& argument, const at::Tensor& mask, bool wanted) {
-  TORCH_CHECK_VALUE(!wanted || (mask.defined() && mask.scalar_type() != at::kBool), argument,
-                    " be floating point for its gradient to be asked for, got ", mask.defined() ? "bool" : "none");
+// What the forward gave.
+struct Results {
+  const at::Tensor &out, &lse, &rounding;
+};
+
+std::array<c10::SymInt, 4> out_shape(const AttentionArguments& a) {
+  return {a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2), a.value.sym_size(3)};
 }
 
-void check_is_given(const Argument& argument, const at::Tensor& tensor, bool wanted) {
-  TORCH_CHECK_VALUE(!wanted || tensor.defined(), argument, " be given for its gradient to be asked for, got none");
+void check_results(const char* function, const AttentionArguments& a, const Results& results) {
+  const auto shape = out_shape(a);
+  check_lse(function, a, results.lse);
+  check_shape({function, "out"}, results.out, shape);
+  check_same_kind({function, "out"}, results.out, a.query);
+  check_rounding({function, "rounding"}, results.rounding, shape, a.query);
 }
 
-void check_layer_inputs(const char* function, const LayerArguments& a) {
-  const Argument query{function, "query"};
-  const char* shape = a.batch_first ? "(batch, length, embed_dim)" : "(length, batch, embed_dim)";
-  const int64_t batch_dim = a.batch_first ? 0 : 1;
-  check_rank(query, a.query, 3, shape);
-  check_float(query, a.query);
-  const auto check_input = [&](const char* name, const at::Tensor& tensor) {
-    check_rank({function, name}, tensor, 3, shape);
-    check_same_kind({function, name}, tensor, a.query);
-    check_size({function, name}, tensor, batch_dim, a.query.sym_size(batch_dim), "query's batch size");
-    check_size({function, name}, tensor, 2, a.query.sym_size(2), "query's embed_dim");
-  };
-  check_input("key", a.key);
-  check_input("value", a.value);
-  check_size({function, "value"}, a.value, 1 - batch_dim, a.key.sym_size(1 - batch_dim), "key's length");
-  TORCH_CHECK_VALUE(a.shared_inputs >= kSeparateInputs && a.shared_inputs <= kSharedAll, function,
-                    ": shared_inputs must be 0 (none), 1 (key and value) or 2 (all), got ", a.shared_inputs);
-  if (a.shared_inputs != kSharedAll) return;
-  check_size({function, "key"}, a.key, 1 - batch_dim, a.query.sym_size(1 - batch_dim),
-             "query's length, when shared_inputs is 2,");
+struct Named {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+// Of out and lse, or their tangents; undefined ones are zero.
+void check_cotangents(const char* function, const AttentionArguments& a, const Named& out, const Named& lse) {
+  if (out.tensor.defined()) {
+    check_shape({function, out.name}, out.tensor, out_shape(a));
+    check_same_kind({function, out.name}, out.tensor, a.query);
+  }
+  if (lse.tensor.defined()) {
+    const auto shape = out_shape(a);
+    check_shape({function, lse.name}, lse.tensor, c10::SymIntArrayRef(shape).slice(0, 3));
+    check_lse_kind({function, lse.name}, lse.tensor, a.query);
+  }
 }
 
-void check_layer_parameters(const char* function, const LayerArguments& a) {
-  const Argument in_weight{function, "in_proj_weight"};
-  const Argument out_weight{function, "out_proj_weight"};
-  check_rank(in_weight, a.in_proj_weight, 2, "((num_heads + 2 num_kv_heads) * head_dim, embed_dim)");
-  check_same_kind(in_weight, a.in_proj_weight, a.query);
-  check_size(in_weight, a.in_proj_weight, 1, a.query.sym_size(2), "query's embed_dim");
-  const c10::SymInt rows = a.in_proj_weight.sym_size(0);
-  TORCH_CHECK_VALUE(rows >= a.num_heads, in_weight, " have at least num_heads = ", a.num_heads, " rows (size 0), got ",
-                    rows);
-  const int64_t heads = a.num_heads + 2 * a.num_kv_heads;
-  TORCH_CHECK_VALUE(rows % heads == 0 && rows >= heads, in_weight,
-                    " have a multiple of num_heads + 2 num_kv_heads = ", heads, " rows (size 0), got ", rows);
-  check_rank(out_weight, a.out_proj_weight, 2, "(embed_dim, num_heads * head_dim)");
-  check_same_kind(out_weight, a.out_proj_weight, a.query);
-  check_size(out_weight, a.out_proj_weight, 1, rows / heads * a.num_heads, "num_heads * head_dim =");
-  const auto check_bias = [&](const char* name, const at::Tensor& bias, const at::Tensor& weight) {
-    if (!bias.defined()) return;
-    check_rank({function, name}, bias, 1, "(its weight's rows)");
-    check_same_kind({function, name}, bias, a.query);
-    check_size({function, name}, bias, 0, weight.sym_size(0), "its weight's number of rows");
-  };
-  check_bias("in_proj_bias", a.in_proj_bias, a.in_proj_weight);
-  check_bias("out_proj_bias", a.out_proj_bias, a.out_proj_weight);
+void check_tangents(const char* function, const AttentionArguments& a, const Tangents& tangents) {
+  const std::array<Named, kNumGradients> inputs{{{"query", a.query},
+                                                 {"key", a.key},
+                                                 {"value", a.value},
+                                                 {"attn_mask", a.attn_mask},
+                                                 {"key_padding_mask", a.key_padding_mask},
+                                                 {"relative_bias", a.variants.relative_bias},
+                                                 {"sink", a.variants.sink}}};
+  for (size_t i = 0; i < kNumGradients; ++i) {
+    if (!tangents[i].defined()) continue;
+    const std::string name = std::string("the tangent of ") + inputs[i].name;
+    const Argument argument{function, name.c_str()};
+    TORCH_CHECK_VALUE(inputs[i].tensor.defined(), Argument{function, inputs[i].name},
+                      " be given for a tangent of it to be given, got none");
+    check_float(argument, tangents[i]);
+    check_shape(argument, tangents[i], inputs[i].tensor.sym_sizes());
+    check_same_kind(argument, tangents[i], inputs[i].tensor);
+  }
 }
 
-// What the forward saved: one buffer for each product, the others empty.
-void check_projections(const char* function, const LayerArguments& a, const LayerState& s) {
-  const c10::SymInt head_dim = a.in_proj_weight.sym_size(0) / (a.num_heads + 2 * a.num_kv_heads);
-  const int64_t h = a.num_heads, g = a.num_kv_heads;
-  const auto check_buffer = [&](const char* name, const at::Tensor& buffer, const at::Tensor& input, int64_t heads) {
-    check_same_kind({function, name}, buffer, a.query);
-    if (heads == 0) return check_shape({function, name}, buffer, std::array<c10::SymInt, 1>{0});
-    const std::array<c10::SymInt, 3> shape{input.sym_size(0), input.sym_size(1), heads * head_dim};
-    check_shape({function, name}, buffer, shape);
-  };
-  const bool all = a.shared_inputs == kSharedAll, key_value = a.shared_inputs == kSharedKeyValue;
-  check_buffer("q", s.q, a.query, all ? h + 2 * g : h);
-  check_buffer("k", s.k, a.key, all ? 0 : key_value ? 2 * g : g);
-  check_buffer("v", s.v, a.value, all || key_value ? 0 : g);
+// The first gradients of a mask of wanted ones.
+void check_wanted(const char* function, const AttentionArguments& a, const bool* wanted) {
+  check_mask_gradient({function, "attn_mask"}, a.attn_mask, wanted[3]);
+  check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, wanted[4]);
+  check_is_given({function, "relative_bias"}, a.variants.relative_bias, wanted[5]);
+  check_is_given({function, "sink"}, a.variants.sink, wanted[6]);
 }
 
 }  // namespace
@@ -276,7 +148,7 @@ void check_attention(const char* function, const AttentionArguments& a) {
   TORCH_CHECK_VALUE(a.query.sym_size(3) >= 1, query, " have head_dim at least 1 (size 3), got ", a.query.sym_size(3));
   check_key_value(function, a);
   check_numbers(function, a.dropout_p, a.causal, a.scale);
-  check_dropout_seed(function, a.dropout_seed, a.dropout_p, a.query);
+  check_dropout_seed(function, a.dropout_seed, a.dropout_p, a.query.sym_size(0), a.query);
   const PairSizes sizes{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2),
                         a.key.sym_size(2) - a.num_appended_keys};
   check_masks(function, a.attn_mask, a.key_padding_mask, sizes, a.query);
@@ -293,24 +165,27 @@ void check_attention_for_backward(const AttentionArguments& a, int64_t weights) 
 void check_attention_backward(const AttentionArguments& a, const AttentionCotangents& c) {
   const char* function = "attention_backward";
   check_attention(function, a);
-  check_lse(function, a, c.lse);
-  const std::array<c10::SymInt, 4> shape{a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2),
-                                         a.value.sym_size(3)};
-  check_shape({function, "out"}, c.out, shape);
-  check_same_kind({function, "out"}, c.out, a.query);
-  if (c.grad_out.defined()) {
-    check_shape({function, "grad_out"}, c.grad_out, shape);
-    check_same_kind({function, "grad_out"}, c.grad_out, a.query);
-  }
-  check_rounding({function, "rounding"}, c.rounding, shape, a.query);
-  if (c.grad_lse.defined()) {
-    check_shape({function, "grad_lse"}, c.grad_lse, c.lse.sym_sizes());
-    check_lse_kind({function, "grad_lse"}, c.grad_lse, a.query);
-  }
-  check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[3]);
-  check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[4]);
-  check_is_given({function, "relative_bias"}, a.variants.relative_bias, c.output_mask[5]);
-  check_is_given({function, "sink"}, a.variants.sink, c.output_mask[6]);
+  check_results(function, a, {c.out, c.lse, c.rounding});
+  check_cotangents(function, a, {"grad_out", c.grad_out}, {"grad_lse", c.grad_lse});
+  check_wanted(function, a, c.output_mask.data());
+}
+
+void check_attention_jvp(const AttentionArguments& a, const ForwardTangents& t) {
+  const char* function = "attention_jvp";
+  check_attention(function, a);
+  check_results(function, a, {t.out, t.lse, t.rounding});
+  check_tangents(function, a, t.inputs);
+}
+
+void check_attention_backward_jvp(const AttentionArguments& a, const BackwardTangents& t) {
+  const char* function = "attention_backward_jvp";
+  const AttentionCotangents& c = t.cotangents;
+  check_attention(function, a);
+  check_results(function, a, {c.out, c.lse, c.rounding});
+  check_cotangents(function, a, {"grad_out", c.grad_out}, {"grad_lse", c.grad_lse});
+  check_cotangents(function, a, {"grad_out_tangent", t.grad_out}, {"grad_lse_tangent", t.grad_lse});
+  check_tangents(function, a, t.inputs);
+  check_wanted(function, a, t.output_mask.data());
 }
 
 void check_attention_weights_backward(const AttentionArguments& a, const WeightsCotangents& c) {
@@ -350,42 +225,6 @@ void check_paged_attention(const PagedArguments& a) {
   check_numbers(function, 0.0, kNotCausal, a.scale);
   const PairSizes sizes{a.query.sym_size(0), heads, a.query.sym_size(2), a.page_table.sym_size(1)};
   check_variants(function, Variants{a.key_range, {}, a.sink, kNoLimit, kNoLimit, a.softcap}, sizes, a.query);
-}
-
-void check_layer(const LayerArguments& a) {
-  const char* function = "multi_head_attention";
-  TORCH_CHECK_VALUE(a.num_kv_heads >= 1 && a.num_heads >= 1 && a.num_heads % a.num_kv_heads == 0, function,
-                    ": num_kv_heads must divide num_heads ", a.num_heads, ", got ", a.num_kv_heads);
-  check_layer_inputs(function, a);
-  check_layer_parameters(function, a);
-  check_numbers(function, a.dropout_p, a.causal, a.scale);
-  check_dropout_seed(function, a.dropout_seed, a.dropout_p, a.query);
-  const int64_t batch_dim = a.batch_first ? 0 : 1;
-  const PairSizes sizes{a.query.sym_size(batch_dim), a.num_heads, a.query.sym_size(1 - batch_dim),
-                        a.key.sym_size(1 - batch_dim)};
-  check_masks(function, a.attn_mask, a.key_padding_mask, sizes, a.query);
-}
-
-void check_layer_backward(const LayerArguments& a, const LayerCotangents& c) {
-  check_layer(a);
-  const char* function = "multi_head_attention_backward";
-  const c10::SymInt first = a.query.sym_size(0);
-  const c10::SymInt second = a.query.sym_size(1);
-  const std::array<c10::SymInt, 3> out{first, second, a.out_proj_weight.sym_size(0)};
-  const std::array<c10::SymInt, 3> context{first, second, a.out_proj_weight.sym_size(1)};
-  const std::array<c10::SymInt, 3> lse{a.batch_first ? first : second, a.num_heads, a.batch_first ? second : first};
-  check_shape({function, "grad_out"}, c.grad_out, out);
-  check_same_kind({function, "grad_out"}, c.grad_out, a.query);
-  check_shape({function, "context"}, c.state.context, context);
-  check_same_kind({function, "context"}, c.state.context, a.query);
-  check_rounding({function, "rounding"}, c.state.rounding, context, a.query);
-  check_shape({function, "lse"}, c.state.lse, lse);
-  check_lse_kind({function, "lse"}, c.state.lse, a.query);
-  check_projections(function, a, c.state);
-  check_is_given({function, "in_proj_bias"}, a.in_proj_bias, c.output_mask[4]);
-  check_is_given({function, "out_proj_bias"}, a.out_proj_bias, c.output_mask[6]);
-  check_mask_gradient({function, "attn_mask"}, a.attn_mask, c.output_mask[7]);
-  check_mask_gradient({function, "key_padding_mask"}, a.key_padding_mask, c.output_mask[8]);
 }
 
 }  // namespace mha_ext

@@ -10,6 +10,8 @@ namespace mha_ext {
 void check_attention(const char* function, const AttentionArguments& arguments);
 void check_attention_for_backward(const AttentionArguments& arguments, int64_t weights);
 void check_attention_backward(const AttentionArguments& arguments, const AttentionCotangents& cotangents);
+void check_attention_jvp(const AttentionArguments& arguments, const ForwardTangents& tangents);
+void check_attention_backward_jvp(const AttentionArguments& arguments, const BackwardTangents& tangents);
 void check_attention_weights_backward(const AttentionArguments& arguments, const WeightsCotangents& cotangents);
 void check_paged_attention(const PagedArguments& arguments);
 void check_layer(const LayerArguments& arguments);

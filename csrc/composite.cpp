@@ -17,20 +17,6 @@ namespace {
 using pairs::Operand;
 using pairs::Problem;
 
-// Folded, True where a pair is visible; undefined when none is hidden.
-at::Tensor folded_visible(const Problem& p, const c10::SymInt& kv_heads) {
-  if (!p.hidden.defined()) return {};
-  return pairs::fold(p.hidden.logical_not().expand_symint(p.softmax.probabilities.sym_sizes()), kv_heads);
-}
-
-// O = W V in the compute type
-at::Tensor attend(const AttentionArguments& a, const Problem& p, const at::Tensor& weights) {
-  const c10::SymInt kv_heads = a.key.sym_size(1);
-  const at::Tensor visible = p.value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
-  const at::Tensor out = pairs::weighted_sum(pairs::fold(weights, kv_heads), p.value, visible);
-  return pairs::unfold(out, a.query.sym_size(1));
-}
-
 at::Tensor finish_output(const at::Tensor& out, const at::Tensor& query) {
   return lay_out_like_query(out.to(query.scalar_type()), query);
 }
@@ -47,43 +33,30 @@ at::Tensor rounding_of(const at::Tensor& out, const at::Tensor& query) {
   return lay_out_like_query(lost.to(at::kBFloat16), query);
 }
 
-// dV = W^T dO
-at::Tensor value_gradient(const AttentionArguments& a, const Problem& p, const Operand& grad_out) {
-  const c10::SymInt kv_heads = a.key.sym_size(1);
-  const at::Tensor weights = pairs::fold(pairs::dropped(p.softmax.probabilities, p), kv_heads);
-  Operand folded{pairs::fold(grad_out.values, kv_heads), {}};
-  at::Tensor visible;
-  if (grad_out.bad.defined()) {
-    folded.bad = pairs::fold(grad_out.bad, kv_heads);
-    visible = folded_visible(p, kv_heads).transpose(2, 3);
-  }
-  return pairs::weighted_sum(weights.transpose(2, 3), folded, visible);
-}
-
 }  // namespace
 
 AttentionResult attention_math(const AttentionArguments& a) {
   check_attention("attention", a);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
-  const at::Tensor out = attend(a, p, pairs::dropped(p.softmax.probabilities, p));
+  const Problem p = pairs::make_problem(a);
+  const at::Tensor out = pairs::attend(a, p, pairs::dropped(p.softmax.probabilities, p), p.value);
   return {finish_output(out, a.query), p.softmax.lse.contiguous()};
 }
 
 WeightsResult attention_with_weights_math(const AttentionArguments& a, bool average) {
   check_attention("attention_with_weights", a);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
+  const Problem p = pairs::make_problem(a);
   const at::Tensor used = pairs::dropped(p.softmax.probabilities, p);
-  return {finish_output(attend(a, p, used), a.query), p.softmax.lse.contiguous(),
+  return {finish_output(pairs::attend(a, p, used, p.value), a.query), p.softmax.lse.contiguous(),
           finish_weights(used, a.query, average)};
 }
 
 ForBackwardResult attention_for_backward_math(const AttentionArguments& a, int64_t weights) {
   check_attention_for_backward(a, weights);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
-  const at::Tensor used = pairs::dropped(p.softmax.probabilities, p), out = attend(a, p, used);
+  const Problem p = pairs::make_problem(a);
+  const at::Tensor used = pairs::dropped(p.softmax.probabilities, p), out = pairs::attend(a, p, used, p.value);
   return {finish_output(out, a.query), p.softmax.lse.contiguous(),
           weights == kNoWeights ? at::empty({0}, a.query.options())
                                 : finish_weights(used, a.query, weights == kMeanWeights),
@@ -99,23 +72,27 @@ AttentionResult paged_attention_math(const PagedArguments& a) {
 AttentionGradients attention_backward_math(const AttentionArguments& a, const AttentionCotangents& c) {
   check_attention_backward(a, c);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Problem p = pairs::make_problem(a, pairs::all_heads(a));
+  const Problem p = pairs::make_problem(a);
   at::Tensor grad_weights, grad_value;
   if (c.grad_out.defined()) {
     const Operand grad_out = pairs::make_operand(c.grad_out.to(pairs::compute_dtype(a.query)), p.hidden);
     grad_weights = pairs::pair_product(grad_out, p.value);
-    if (c.output_mask[2]) grad_value = value_gradient(a, p, grad_out);
+    const at::Tensor used = pairs::dropped(p.softmax.probabilities, p);
+    if (c.output_mask[2]) grad_value = pairs::value_gradient(a, p, used, grad_out);
   } else if (c.output_mask[2]) {
     grad_value = p.value.values * 0;
   }
   const auto& wanted = c.output_mask;
   const Variants& v = a.variants;
   const pairs::ScoreGradient grad = pairs::score_gradient(p, grad_weights, c.grad_lse);
-  const pairs::InputGradients g =
-      pairs::input_gradients(a, p, grad.scores, {wanted[0], wanted[1], wanted[3], wanted[4], wanted[5]});
+  const pairs::MaskGradients g = pairs::mask_gradients(a, grad.scores, {wanted[3], wanted[4], wanted[5]});
+  const at::Tensor grad_products = pairs::uncapped_gradient(p, grad.scores);
+  at::Tensor grad_query, grad_key;
+  if (wanted[0]) grad_query = pairs::query_gradient(a, grad_products, p.key.values) * pairs::scale_of(a);
+  if (wanted[1]) grad_key = pairs::key_gradient(a, grad_products, p.query.values);
   const at::Tensor grad_sink = wanted[6] ? pairs::sink_gradient(p, grad.delta) : at::Tensor();
-  return {pairs::finish(g.query, a.query),
-          pairs::finish(g.key, a.key),
+  return {pairs::finish(grad_query, a.query),
+          pairs::finish(grad_key, a.key),
           pairs::finish(grad_value, a.value),
           pairs::finish_mask(g.attn_mask, a.attn_mask),
           pairs::finish_mask(g.key_padding_mask, a.key_padding_mask),

@@ -17,6 +17,13 @@ ForBackwardResult attention_for_backward_math(const AttentionArguments& argument
 WeightsGradients attention_weights_backward_math(const AttentionArguments& arguments,
                                                  const WeightsCotangents& cotangents);
 
+// Derivatives along tangents: all pairs at once, to be differentiated in their turn,
+AttentionResult attention_jvp_math(const AttentionArguments& arguments, const ForwardTangents& tangents);
+SecondGradients attention_backward_jvp_math(const AttentionArguments& arguments, const BackwardTangents& tangents);
+// and block by block, in memory linear in T.
+AttentionResult attention_jvp_tiled(const AttentionArguments& arguments, const ForwardTangents& tangents);
+SecondGradients attention_backward_jvp_tiled(const AttentionArguments& arguments, const BackwardTangents& tangents);
+
 // The layer: linear operators and our attention operators on views of the projections.
 LayerResult multi_head_attention_composed(const LayerArguments& arguments);
 LayerGradients multi_head_attention_backward_composed(const LayerArguments& arguments,

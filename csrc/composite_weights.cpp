@@ -69,17 +69,19 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
   PerHead grad_bias(is_shared(bias)), grad_sink(false);
   for (int64_t h = 0; h < heads; ++h) {
     const AttentionArguments one = select_head(a, h);
-    const Problem p = pairs::make_problem(one, {h, heads});
+    pairs::Part part = pairs::whole_of(a);
+    part.first_head = h;
+    const Problem p = pairs::make_problem(one, part);
     const pairs::ScoreGradient score = pairs::score_gradient(p, c.average ? grad : grad.narrow(1, h, 1), {});
     const auto& wanted = c.output_mask;
-    const pairs::InputGradients g =
-        pairs::input_gradients(one, p, score.scores, {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4]});
+    const pairs::MaskGradients g = pairs::mask_gradients(one, score.scores, {wanted[2], wanted[3], wanted[4]});
+    const at::Tensor grad_products = pairs::uncapped_gradient(p, score.scores);
     if (wanted[5]) grad_sink.push(pairs::sink_gradient(p, score.delta));
-    grad_query.push(g.query);
+    if (wanted[0]) grad_query.push(pairs::query_gradient(one, grad_products, p.key.values) * pairs::scale_of(a));
     grad_mask.push(g.attn_mask);
     grad_padding.push(g.key_padding_mask);
     grad_bias.push(g.relative_bias);
-    grad_group.push(g.key);
+    if (wanted[1]) grad_group.push(pairs::key_gradient(one, grad_products, p.query.values));
     if ((h + 1) % group == 0) {
       grad_key.push(grad_group.result());
       grad_group = PerHead(true);

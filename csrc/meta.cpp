@@ -54,6 +54,26 @@ AttentionGradients attention_backward_meta(const AttentionArguments& a, const At
           contiguous_like(c.output_mask[6], a.variants.sink)};
 }
 
+AttentionResult attention_jvp_meta(const AttentionArguments& a, const ForwardTangents& t) {
+  check_attention_jvp(a, t);
+  return attention_results(a);
+}
+
+SecondGradients attention_backward_jvp_meta(const AttentionArguments& a, const BackwardTangents& t) {
+  check_attention_backward_jvp(a, t);
+  const auto& wanted = t.output_mask;
+  const auto [out, lse] = attention_results(a);
+  return {gradient_like(wanted[0], a.query),
+          gradient_like(wanted[1], a.key),
+          gradient_like(wanted[2], a.value),
+          contiguous_like(wanted[3], a.attn_mask),
+          contiguous_like(wanted[4], a.key_padding_mask),
+          contiguous_like(wanted[5], a.variants.relative_bias),
+          contiguous_like(wanted[6], a.variants.sink),
+          wanted[7] ? out : at::Tensor(),
+          wanted[8] ? lse : at::Tensor()};
+}
+
 WeightsResult attention_with_weights_meta(const AttentionArguments& a, bool average) {
   check_attention("attention_with_weights", a);
   const at::Tensor& q = a.query;
@@ -130,6 +150,8 @@ TORCH_LIBRARY_IMPL(mha_ext, Meta, m) {
   m.impl("attention", TORCH_FN(attention_kernel<attention_meta>));
   m.impl("attention_for_backward", TORCH_FN(attention_for_backward_kernel<attention_for_backward_meta>));
   m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_meta>));
+  m.impl("attention_jvp", TORCH_FN(attention_jvp_kernel<attention_jvp_meta>));
+  m.impl("attention_backward_jvp", TORCH_FN(attention_backward_jvp_kernel<attention_backward_jvp_meta>));
   m.impl("paged_attention", TORCH_FN(paged_attention_kernel<paged_attention_meta>));
   m.impl("attention_with_weights", TORCH_FN(attention_with_weights_kernel<attention_with_weights_meta>));
   m.impl("attention_weights_backward", TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_meta>));

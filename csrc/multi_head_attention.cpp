@@ -109,7 +109,7 @@ at::Tensor unused_rows(const LayerArguments& a, bool as_query, bool as_key) {
   AttentionArguments arguments;
   arguments.query = as_heads(a.query), arguments.key = as_heads(a.key);
   arguments.attn_mask = a.attn_mask, arguments.key_padding_mask = a.key_padding_mask, arguments.causal = a.causal;
-  const at::Tensor hidden = pairs::hidden_pairs(arguments);
+  const at::Tensor hidden = pairs::hidden_pairs(arguments, pairs::whole_of(arguments));
   const at::Tensor queries = as_query ? hidden.all(3).all(1) : at::Tensor();
   const at::Tensor keys = as_key ? hidden.all(2).all(1) : at::Tensor();
   if (as_query && as_key) return queries.logical_and(keys);

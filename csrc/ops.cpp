@@ -41,6 +41,30 @@ AttentionGradients call_attention_backward(const AttentionArguments& a, const At
                  to_optional(v.relative_bias), to_optional(v.sink), v.window_left, v.window_right, v.softcap);
 }
 
+AttentionResult call_attention_jvp(const AttentionArguments& a, const ForwardTangents& t) {
+  const Variants& v = a.variants;
+  static const auto op = find<decltype(attention_jvp_kernel<nullptr>)>("mha_ext::attention_jvp");
+  return op.call(a.query, a.key, a.value, to_optional(a.attn_mask), to_optional(a.key_padding_mask),
+                 to_optional(a.dropout_seed), t.out, t.lse, to_optional(t.inputs[0]), to_optional(t.inputs[1]),
+                 to_optional(t.inputs[2]), to_optional(t.inputs[3]), to_optional(t.inputs[4]), to_optional(t.inputs[5]),
+                 to_optional(t.inputs[6]), a.dropout_p, a.causal, a.scale, a.num_appended_keys, to_optional(t.rounding),
+                 to_optional(v.key_range), to_optional(v.relative_bias), to_optional(v.sink), v.window_left,
+                 v.window_right, v.softcap);
+}
+
+SecondGradients call_attention_backward_jvp(const AttentionArguments& a, const BackwardTangents& t) {
+  const Variants& v = a.variants;
+  const AttentionCotangents& c = t.cotangents;
+  static const auto op = find<decltype(attention_backward_jvp_kernel<nullptr>)>("mha_ext::attention_backward_jvp");
+  return op.call(to_optional(c.grad_out), to_optional(c.grad_lse), a.query, a.key, a.value, to_optional(a.attn_mask),
+                 to_optional(a.key_padding_mask), to_optional(a.dropout_seed), c.out, c.lse, to_optional(t.inputs[0]),
+                 to_optional(t.inputs[1]), to_optional(t.inputs[2]), to_optional(t.inputs[3]), to_optional(t.inputs[4]),
+                 to_optional(t.inputs[5]), to_optional(t.inputs[6]), to_optional(t.grad_out), to_optional(t.grad_lse),
+                 a.dropout_p, a.causal, a.scale, a.num_appended_keys, t.output_mask, to_optional(c.rounding),
+                 to_optional(v.key_range), to_optional(v.relative_bias), to_optional(v.sink), v.window_left,
+                 v.window_right, v.softcap);
+}
+
 WeightsResult call_attention_with_weights(const AttentionArguments& a, bool average) {
   const Variants& v = a.variants;
   static const auto op = find<decltype(attention_with_weights_kernel<nullptr>)>("mha_ext::attention_with_weights");
@@ -92,6 +116,11 @@ const std::string kVariants =
     "Tensor? key_range=None, Tensor? relative_bias=None, Tensor? sink=None, int window_left=-1, int window_right=-1, "
     "float softcap=0.0";
 
+// Those of Tangents in attention.h.
+const std::string kTangents =
+    "Tensor? query_tangent, Tensor? key_tangent, Tensor? value_tangent, Tensor? attn_mask_tangent, "
+    "Tensor? key_padding_mask_tangent, Tensor? relative_bias_tangent, Tensor? sink_tangent";
+
 TORCH_LIBRARY(mha_ext, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   const auto define_attention = [&](const std::string& signature, const std::string& results) {
@@ -106,6 +135,21 @@ TORCH_LIBRARY(mha_ext, m) {
       "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, Tensor out, Tensor lse, *, float dropout_p, "
       "int causal, float? scale, int num_appended_keys, bool[7] output_mask, Tensor? rounding=None",
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  define_attention(
+      "attention_jvp(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_padding_mask, "
+      "Tensor? dropout_seed, Tensor out, Tensor lse, " +
+          kTangents +
+          ", *, float dropout_p, int causal, "
+          "float? scale, int num_appended_keys, Tensor? rounding=None",
+      "(Tensor out, Tensor lse)");
+  define_attention(
+      "attention_backward_jvp(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? dropout_seed, Tensor out, Tensor lse, " +
+          kTangents +
+          ", "
+          "Tensor? grad_out_tangent, Tensor? grad_lse_tangent, *, float dropout_p, int causal, float? scale, "
+          "int num_appended_keys, bool[9] output_mask, Tensor? rounding=None",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   define_attention(
       "attention_with_weights(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "Tensor? key_padding_mask=None, Tensor? dropout_seed=None, *, float dropout_p=0.0, int causal=0, "

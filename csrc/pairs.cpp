@@ -43,13 +43,13 @@ at::Tensor rows_of(const AttentionArguments& a) {
 }
 
 // True at pairs that the causal order or a window hides, (1, 1, T_q, keys); undefined when there is neither.
-at::Tensor beyond_window(const AttentionArguments& a) {
+at::Tensor beyond_window(const AttentionArguments& a, const Part& part) {
   constexpr int64_t kFar = int64_t{1} << 40;  // beyond any sequence, and far from where sums overflow
   const int64_t left = std::min(a.variants.window_left, kFar), right = std::min(a.variants.window_right, kFar);
   const bool causal = a.causal == kUpperLeft || a.causal == kLowerRight;
   if (!causal && left == kNoLimit && right == kNoLimit) return {};
   const bool lower_right = a.causal == kLowerRight || a.causal == kLowerRightPositions;
-  const c10::SymInt offset = lower_right ? num_masked_keys(a) - a.query.sym_size(2) : c10::SymInt(0);
+  const c10::SymInt offset = part.first_query + (lower_right ? num_masked_keys(a) - part.queries : c10::SymInt(0));
   const at::Tensor distance = columns_of(a) - rows_of(a).unsqueeze(-1);
   at::Tensor hidden;
   if (causal || right != kNoLimit) hidden = distance.gt(offset + (causal ? 0 : right));
@@ -68,9 +68,8 @@ at::Tensor outside_range(const AttentionArguments& a) {
 // Which entry of the relative bias a pair has: T_q - 1 + j - i, (T_q, keys).
 at::Tensor bias_entries(const AttentionArguments& a) { return columns_of(a) + rows_of(a).flip(0).unsqueeze(-1); }
 
-// The relative bias as a mask over pairs.
-at::Tensor bias_of_pairs(const AttentionArguments& a) {
-  const at::Tensor& bias = a.variants.relative_bias;
+// The relative bias, or its tangent, as a mask over pairs.
+at::Tensor bias_of_pairs(const AttentionArguments& a, const at::Tensor& bias) {
   const at::Tensor entries = bias_entries(a);
   return bias.index_select(-1, entries.flatten()).unflatten_symint(-1, entries.sym_sizes());
 }
@@ -116,7 +115,9 @@ bool has_readable_values(const at::Tensor& tensor) {
   return !tensor.is_meta() && !tensor.key_set().has_any(kWrapped) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-at::Tensor hidden_pairs(const AttentionArguments& a) {
+Part whole_of(const AttentionArguments& a) { return {a.query.sym_size(0), a.query.sym_size(1), a.query.sym_size(2)}; }
+
+at::Tensor hidden_pairs(const AttentionArguments& a, const Part& part) {
   at::Tensor hidden;
   const auto hide = [&](const at::Tensor& pairs) {
     const at::Tensor all = over_all_keys(pairs, a);
@@ -129,8 +130,8 @@ at::Tensor hidden_pairs(const AttentionArguments& a) {
     const at::Tensor mask = padding_as_pairs(a.key_padding_mask);
     hide(mask.scalar_type() == at::kBool ? mask : mask.eq(-kInf));
   }
-  if (a.variants.relative_bias.defined()) hide(bias_of_pairs(a).eq(-kInf));
-  const at::Tensor beyond = beyond_window(a);
+  if (a.variants.relative_bias.defined()) hide(bias_of_pairs(a, a.variants.relative_bias).eq(-kInf));
+  const at::Tensor beyond = beyond_window(a, part);
   if (beyond.defined()) hide(beyond);
   if (a.variants.key_range.defined()) hide(outside_range(a));
   return hidden;
@@ -172,6 +173,18 @@ at::Tensor weighted_sum(const at::Tensor& weights, const Operand& x, const at::T
   return sum + weights.sum(-1, /*keepdim=*/true) * nan_where(meets_bad, sum);
 }
 
+at::Tensor mask_tangent(const AttentionArguments& a, const Tangents& tangents) {
+  at::Tensor sum;
+  const auto add = [&](const at::Tensor& pairs) {
+    const at::Tensor all = over_all_keys(pairs.to(compute_dtype(a.query)), a);
+    sum = sum.defined() ? sum + all : all;
+  };
+  if (tangents[3].defined()) add(tangents[3]);
+  if (tangents[4].defined()) add(padding_as_pairs(tangents[4]));
+  if (tangents[5].defined()) add(bias_of_pairs(a, tangents[5]));
+  return sum;
+}
+
 at::Tensor bias_gradient(const AttentionArguments& a, const at::Tensor& grad_scores) {
   const at::Tensor& bias = a.variants.relative_bias;
   const at::Tensor entries = bias_entries(a);
@@ -187,7 +200,7 @@ at::Tensor capped(const AttentionArguments& a, const at::Tensor& scores) {
 
 at::Tensor masked_scores(const AttentionArguments& a, const at::Tensor& products, const at::Tensor& hidden) {
   at::Tensor scores = add_mask(products, a.attn_mask, a);
-  if (a.variants.relative_bias.defined()) scores = add_mask(scores, bias_of_pairs(a), a);
+  if (a.variants.relative_bias.defined()) scores = add_mask(scores, bias_of_pairs(a, a.variants.relative_bias), a);
   if (a.key_padding_mask.defined()) scores = add_mask(scores, padding_as_pairs(a.key_padding_mask), a);
   return hidden.defined() ? scores.masked_fill(hidden, -kInf) : scores;
 }
@@ -213,14 +226,19 @@ Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden, const at::Te
   return {probabilities, (shift + divisor.log()).masked_fill(empty, -kInf).squeeze(-1)};
 }
 
-at::Tensor dropout_multipliers(const AttentionArguments& a, const HeadRange& heads) {
+at::Tensor dropout_multipliers(const AttentionArguments& a, const Part& part) {
   const auto options = a.query.options().dtype(at::kLong);
-  const at::Tensor b = at::arange(a.query.sym_size(0), options).unsqueeze(-1);
-  const at::Tensor h = at::arange(a.query.sym_size(1), options) + heads.first;
-  const at::Tensor i = at::arange(a.query.sym_size(2), options).unsqueeze(-1);
+  at::Tensor b = at::arange(a.query.sym_size(0), options) + part.first_sample, seed = a.dropout_seed.reshape({-1});
+  if (a.dropout_seed.sym_numel() != 1) {
+    const at::Scalar samples_per_seed(part.samples / a.dropout_seed.sym_numel());
+    seed = seed.index_select(0, b.floor_divide(samples_per_seed));
+    b = b.remainder(samples_per_seed);
+  }
+  const at::Tensor h = at::arange(a.query.sym_size(1), options) + part.first_head;
+  const at::Tensor i = at::arange(a.query.sym_size(2), options).unsqueeze(-1) + part.first_query;
   const at::Tensor j = at::arange(a.key.sym_size(2), options);
-  const at::Tensor key =
-      splitmix64(splitmix64(a.dropout_seed.reshape({1, 1})).bitwise_xor(b * at::Scalar(heads.total) + h));
+  const at::Tensor place = b.unsqueeze(-1) * at::Scalar(part.heads) + h;
+  const at::Tensor key = splitmix64(splitmix64(seed).unsqueeze(-1).bitwise_xor(place));
   const at::Tensor row = splitmix64(key.unsqueeze(-1).unsqueeze(-1) + j);  // (B, H, 1, T_kv)
   at::Tensor x = i.bitwise_xor(low32(row));
   x = low32(x.bitwise_xor(shift_right(x, 16)) * int64_t{0x7feb352d});

@@ -14,11 +14,13 @@
 
 namespace mha_ext::pairs {
 
-// Where the query heads at hand lie among all of them (dropout draws by the head's number).
-struct HeadRange {
-  int64_t first;
-  c10::SymInt total;
+// Where a part of a problem begins, and the sizes of the whole: dropout draws by the numbers of sample, head and query,
+// and positions count from the first query.
+struct Part {
+  c10::SymInt samples, heads, queries;  // of the whole
+  int64_t first_sample = 0, first_head = 0, first_query = 0;
 };
+Part whole_of(const AttentionArguments& arguments);
 
 // float64 computes in float64, everything else in float32.
 at::ScalarType compute_dtype(const at::Tensor& tensor);
@@ -27,7 +29,7 @@ at::ScalarType compute_dtype(const at::Tensor& tensor);
 bool has_readable_values(const at::Tensor& tensor);
 
 // True at hidden pairs, broadcastable to (B, H, T_q, T_kv); undefined when every pair is visible.
-at::Tensor hidden_pairs(const AttentionArguments& arguments);
+at::Tensor hidden_pairs(const AttentionArguments& arguments, const Part& part);
 
 // An operand of a product over pairs. `bad` marks what was not finite, and is undefined when all is (or may be) used.
 struct Operand {
@@ -51,6 +53,9 @@ at::Tensor capped(const AttentionArguments& arguments, const at::Tensor& scores)
 // Capped scores + float masks and bias, -inf at hidden pairs.
 at::Tensor masked_scores(const AttentionArguments& arguments, const at::Tensor& scores, const at::Tensor& hidden);
 
+// How tangents of the float masks and of the bias move the scores; undefined without any.
+at::Tensor mask_tangent(const AttentionArguments& arguments, const Tangents& tangents);
+
 // The relative bias' gradient in its own shape from that of the scores over masked keys.
 at::Tensor bias_gradient(const AttentionArguments& arguments, const at::Tensor& grad_scores);
 
@@ -62,7 +67,7 @@ struct Softmax {
 Softmax softmax(const at::Tensor& scores, const at::Tensor& hidden, const at::Tensor& sink);
 
 // 1 / (1 - p) at kept pairs, 0 at dropped ones: a hash of (seed, b, h, i, j), the CPU kernels' own (dropout.inl.h).
-at::Tensor dropout_multipliers(const AttentionArguments& arguments, const HeadRange& heads);
+at::Tensor dropout_multipliers(const AttentionArguments& arguments, const Part& part);
 
 double scale_of(const AttentionArguments& arguments);
 

@@ -5,10 +5,12 @@
 
 namespace mha_ext::pairs {
 
-Problem make_problem(const AttentionArguments& a, const HeadRange& heads) {
+Problem make_problem(const AttentionArguments& a) { return make_problem(a, whole_of(a)); }
+
+Problem make_problem(const AttentionArguments& a, const Part& part) {
   const at::ScalarType dtype = compute_dtype(a.query);
   Problem p;
-  p.hidden = hidden_pairs(a);
+  p.hidden = hidden_pairs(a, part);
   p.query = make_operand(a.query.to(dtype) * scale_of(a), p.hidden);
   p.key = make_operand(a.key.to(dtype), p.hidden);
   if (a.value.defined()) p.value = make_operand(a.value.to(dtype), p.hidden);
@@ -17,16 +19,15 @@ Problem make_problem(const AttentionArguments& a, const HeadRange& heads) {
   if (a.variants.softcap > 0 && p.hidden.defined()) products = products.masked_fill(p.hidden, 0);
   const at::Tensor scores = capped(a, products);
   if (const double cap = softcap_of(a); cap > 0) {
+    p.capped = scores;
     const at::Tensor slope = 1 - (scores / cap).square();
     p.cap_slope = p.hidden.defined() ? slope.masked_fill(p.hidden, 0) : slope;
   }
   if (a.variants.sink.defined()) p.sink = sink_in(a, dtype);
   p.softmax = softmax(masked_scores(a, scores, p.hidden), p.hidden, p.sink);
-  if (a.dropout_seed.defined()) p.multipliers = dropout_multipliers(a, heads);
+  if (a.dropout_seed.defined()) p.multipliers = dropout_multipliers(a, part);
   return p;
 }
-
-HeadRange all_heads(const AttentionArguments& a) { return {0, a.query.sym_size(1)}; }
 
 at::Tensor dropped(const at::Tensor& pairs, const Problem& p) {
   return p.multipliers.defined() ? pairs * p.multipliers : pairs;
@@ -37,10 +38,10 @@ ScoreGradient score_gradient(const Problem& p, const at::Tensor& grad_weights, c
   ScoreGradient gradient;
   if (grad_weights.defined()) {
     const at::Tensor visible = p.hidden.defined() ? grad_weights.masked_fill(p.hidden, 0) : grad_weights;
-    const at::Tensor grad_probabilities = dropped(visible, p);
-    gradient.delta = (probabilities * grad_probabilities).sum(-1, /*keepdim=*/true);
+    gradient.probabilities = dropped(visible, p);
+    gradient.delta = (probabilities * gradient.probabilities).sum(-1, /*keepdim=*/true);
     if (grad_lse.defined()) gradient.delta = gradient.delta - grad_lse.unsqueeze(-1);
-    gradient.scores = probabilities * (grad_probabilities - gradient.delta);
+    gradient.scores = probabilities * (gradient.probabilities - gradient.delta);
   } else if (grad_lse.defined()) {
     gradient.delta = -grad_lse.unsqueeze(-1);
     gradient.scores = probabilities * grad_lse.unsqueeze(-1);
@@ -58,24 +59,54 @@ at::Tensor sink_gradient(const Problem& p, const at::Tensor& delta) {
   return -(probability.unsqueeze(-1) * delta).sum({0, 2, 3});
 }
 
-// Where a query and a visible key meet a NaN, the row's probabilities and so its gradient are NaN already: plain
-// products with the finite operands suffice.
-InputGradients input_gradients(const AttentionArguments& a, const Problem& p, const at::Tensor& grad_scores,
-                               const std::array<bool, 5>& wanted) {
-  InputGradients gradients;
-  const c10::SymInt kv_heads = a.key.sym_size(1);
-  const at::Tensor folded = fold(p.cap_slope.defined() ? grad_scores * p.cap_slope : grad_scores, kv_heads);
-  if (wanted[0]) {
-    gradients.query = unfold(at::matmul(folded, p.key.values), a.query.sym_size(1)) * scale_of(a);
-  }
-  if (wanted[1]) gradients.key = at::matmul(folded.transpose(2, 3), fold(p.query.values, kv_heads));
+MaskGradients mask_gradients(const AttentionArguments& a, const at::Tensor& grad_scores,
+                             const std::array<bool, 3>& wanted) {
+  MaskGradients gradients;
   const at::Tensor masked = grad_scores.narrow_symint(-1, 0, a.key.sym_size(2) - a.num_appended_keys);
-  if (wanted[2]) gradients.attn_mask = masked.sum_to_size_symint(a.attn_mask.sym_sizes());
-  if (wanted[3]) {
+  if (wanted[0]) gradients.attn_mask = masked.sum_to_size_symint(a.attn_mask.sym_sizes());
+  if (wanted[1]) {
     gradients.key_padding_mask = masked.sum({1, 2}).sum_to_size_symint(a.key_padding_mask.sym_sizes());
   }
-  if (wanted[4]) gradients.relative_bias = bias_gradient(a, masked);
+  if (wanted[2]) gradients.relative_bias = bias_gradient(a, masked);
   return gradients;
+}
+
+at::Tensor uncapped_gradient(const Problem& p, const at::Tensor& grad_scores) {
+  return p.cap_slope.defined() ? grad_scores * p.cap_slope : grad_scores;
+}
+
+// Where a query and a visible key meet a NaN, the row's probabilities and so its gradient are NaN already: plain
+// products with the finite operands suffice.
+at::Tensor query_gradient(const AttentionArguments& a, const at::Tensor& grad_products, const at::Tensor& key) {
+  return unfold(at::matmul(fold(grad_products, a.key.sym_size(1)), key), a.query.sym_size(1));
+}
+
+at::Tensor key_gradient(const AttentionArguments& a, const at::Tensor& grad_products, const at::Tensor& query) {
+  const c10::SymInt kv_heads = a.key.sym_size(1);
+  return at::matmul(fold(grad_products, kv_heads).transpose(2, 3), fold(query, kv_heads));
+}
+
+at::Tensor folded_visible(const Problem& p, const c10::SymInt& kv_heads) {
+  if (!p.hidden.defined()) return {};
+  return fold(p.hidden.logical_not().expand_symint(p.softmax.probabilities.sym_sizes()), kv_heads);
+}
+
+at::Tensor attend(const AttentionArguments& a, const Problem& p, const at::Tensor& weights, const Operand& value) {
+  const c10::SymInt kv_heads = a.key.sym_size(1);
+  const at::Tensor visible = value.bad.defined() ? folded_visible(p, kv_heads) : at::Tensor();
+  return unfold(weighted_sum(fold(weights, kv_heads), value, visible), a.query.sym_size(1));
+}
+
+at::Tensor value_gradient(const AttentionArguments& a, const Problem& p, const at::Tensor& weights,
+                          const Operand& grad_out) {
+  const c10::SymInt kv_heads = a.key.sym_size(1);
+  Operand folded{fold(grad_out.values, kv_heads), {}};
+  at::Tensor visible;
+  if (grad_out.bad.defined()) {
+    folded.bad = fold(grad_out.bad, kv_heads);
+    visible = folded_visible(p, kv_heads).transpose(2, 3);
+  }
+  return weighted_sum(fold(weights, kv_heads).transpose(2, 3), folded, visible);
 }
 
 at::Tensor finish(const at::Tensor& tensor, const at::Tensor& like) {

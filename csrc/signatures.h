@@ -43,6 +43,55 @@ AttentionGradients attention_backward_kernel(
 }
 
 template <auto kFunction>
+AttentionResult attention_jvp_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                     const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+                                     const OptionalTensor& dropout_seed, const at::Tensor& out, const at::Tensor& lse,
+                                     const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+                                     const OptionalTensor& value_tangent, const OptionalTensor& attn_mask_tangent,
+                                     const OptionalTensor& key_padding_mask_tangent,
+                                     const OptionalTensor& relative_bias_tangent, const OptionalTensor& sink_tangent,
+                                     double dropout_p, int64_t causal, std::optional<double> scale,
+                                     int64_t num_appended_keys, const OptionalTensor& rounding,
+                                     const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+                                     const OptionalTensor& sink, int64_t window_left, int64_t window_right,
+                                     double softcap) {
+  return kFunction(
+      AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)},
+      ForwardTangents{out, lse,
+                      Tangents{from_optional(query_tangent), from_optional(key_tangent), from_optional(value_tangent),
+                               from_optional(attn_mask_tangent), from_optional(key_padding_mask_tangent),
+                               from_optional(relative_bias_tangent), from_optional(sink_tangent)},
+                      from_optional(rounding)});
+}
+
+template <auto kFunction>
+SecondGradients attention_backward_jvp_kernel(
+    const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& dropout_seed, const at::Tensor& out, const at::Tensor& lse,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& attn_mask_tangent, const OptionalTensor& key_padding_mask_tangent,
+    const OptionalTensor& relative_bias_tangent, const OptionalTensor& sink_tangent,
+    const OptionalTensor& grad_out_tangent, const OptionalTensor& grad_lse_tangent, double dropout_p, int64_t causal,
+    std::optional<double> scale, int64_t num_appended_keys, std::array<bool, kNumSecondGradients> output_mask,
+    const OptionalTensor& rounding, const OptionalTensor& key_range, const OptionalTensor& relative_bias,
+    const OptionalTensor& sink, int64_t window_left, int64_t window_right, double softcap) {
+  return kFunction(
+      AttentionArguments{query, key, value, from_optional(attn_mask), from_optional(key_padding_mask),
+                         from_optional(dropout_seed), dropout_p, causal, scale, num_appended_keys,
+                         make_variants(key_range, relative_bias, sink, window_left, window_right, softcap)},
+      BackwardTangents{{from_optional(grad_out), from_optional(grad_lse), out, lse, {}, from_optional(rounding)},
+                       Tangents{from_optional(query_tangent), from_optional(key_tangent), from_optional(value_tangent),
+                                from_optional(attn_mask_tangent), from_optional(key_padding_mask_tangent),
+                                from_optional(relative_bias_tangent), from_optional(sink_tangent)},
+                       from_optional(grad_out_tangent),
+                       from_optional(grad_lse_tangent),
+                       output_mask});
+}
+
+template <auto kFunction>
 WeightsResult attention_with_weights_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                             const OptionalTensor& attn_mask, const OptionalTensor& key_padding_mask,
                                             const OptionalTensor& dropout_seed, double dropout_p, int64_t causal,

@@ -19,8 +19,8 @@ from mha_ext._ops import operators
 
 __all__: list[str] = []
 
-# The kernels under vmap's key are compositions of ATen operators without in-place steps.
-_COMPOSITION, _META = DispatchKeySet(DispatchKey.FuncTorchBatched), DispatchKeySet(DispatchKey.Meta)
+# The kernels of devices that have none of their own are compositions of ATen operators without in-place steps.
+_COMPOSITION, _META = DispatchKeySet(DispatchKey.CUDA), DispatchKeySet(DispatchKey.Meta)
 
 
 def _kernel(operator: torch._ops.OpOverload[..., Any], keys: DispatchKeySet) -> Callable[..., Any]:

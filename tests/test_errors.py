@@ -77,7 +77,7 @@ OPERATOR = [
     ({"dropout_p": float("nan")}, ValueError, "dropout_p", ["got", "nan"]),
     ({"dropout_p": 0.5}, ValueError, "dropout_seed", ["dropout_p", "got", "0.5"]),
     ({"dropout_seed": torch.tensor([1])}, ValueError, "dropout_seed", ["dropout_p", "got", "0"]),
-    ({"dropout_p": 0.5, "dropout_seed": torch.tensor([1, 2])}, ValueError, "dropout_seed", ["1|one", "got", "2"]),
+    ({"dropout_p": 0.5, "dropout_seed": torch.tensor([1, 2, 3])}, ValueError, "dropout_seed", ["1|one", "got", "3"]),
     (
         {"dropout_p": 0.5, "dropout_seed": torch.tensor([1.0])},
         TypeError,

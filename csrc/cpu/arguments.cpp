@@ -113,12 +113,15 @@ void bind_positions(const AttentionArguments& args, BoundArguments& bound) {
   p.range_stride_b = bound.key_range.size(1) == 1 ? 0 : bound.key_range.stride(1);
 }
 
-void bind_dropout(const AttentionArguments& args, AttentionParams& p) {
+void bind_dropout(const AttentionArguments& args, BoundArguments& bound) {
+  AttentionParams& p = bound.params;
   if (args.dropout_p <= 0.0) return;
   p.dropout = true;
   p.drop_below = static_cast<uint32_t>(std::min(std::floor(args.dropout_p * 4294967296.0), 4294967295.0));
   p.keep_scale = 1.0 / (1.0 - args.dropout_p);
-  p.seed = static_cast<uint64_t>(args.dropout_seed.item<int64_t>());
+  bound.dropout_seed = args.dropout_seed.contiguous();
+  p.seeds = bound.dropout_seed.const_data_ptr<int64_t>();
+  p.seed_samples = std::max<int64_t>(p.batch / bound.dropout_seed.numel(), 1);
 }
 
 }  // namespace
@@ -184,7 +187,7 @@ BoundArguments bind(const AttentionArguments& args) {
   bind_positions(args, bound);
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.query_block = query_block_size(p.num_queries, kernels_for(args).vector_width, kernels::kBlockQueries);
-  bind_dropout(args, p);
+  bind_dropout(args, bound);
   if (args.attn_mask.defined()) {
     bound.attn_mask = in_compute_type(args.attn_mask, compute);
     p.masks[0] = mask_view(bound.attn_mask, /*true_hides=*/false);

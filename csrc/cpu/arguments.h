@@ -23,7 +23,7 @@ at::Tensor turned_bias(const at::Tensor& bias, at::ScalarType type);
 // Kernel parameters, and what they point into: float masks in the compute type, padding as (B or 1, 1, 1, T_kv).
 struct BoundArguments {
   kernels::AttentionParams params;
-  at::Tensor attn_mask, key_padding_mask, mask_map, key_range, relative_bias, sink;
+  at::Tensor attn_mask, key_padding_mask, mask_map, key_range, relative_bias, sink, dropout_seed;
 };
 
 BoundArguments bind(const AttentionArguments& args);

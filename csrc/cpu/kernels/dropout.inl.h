@@ -17,7 +17,8 @@ MHA_EXT_INLINE uint64_t splitmix64(uint64_t x) {
 }
 
 MHA_EXT_INLINE uint64_t dropout_key(const AttentionParams& p, int64_t batch, int64_t head) {
-  return splitmix64(splitmix64(p.seed) ^ static_cast<uint64_t>(batch * p.heads + head));
+  const auto seed = static_cast<uint64_t>(p.seeds[batch / p.seed_samples]);
+  return splitmix64(splitmix64(seed) ^ static_cast<uint64_t>(batch % p.seed_samples * p.heads + head));
 }
 
 // What a key brings to the hash of its pairs.

@@ -68,9 +68,10 @@ struct AttentionParams {
   int64_t query_block = kBlockQueries;  // queries a block, at most kBlockQueries
   double scale = 1.0;
   bool dropout = false;
-  uint32_t drop_below = 0;  // a pair is kept when its hash is >= drop_below
-  double keep_scale = 1.0;  // 1 / (1 - dropout_p)
-  uint64_t seed = 0;
+  uint32_t drop_below = 0;         // a pair is kept when its hash is >= drop_below
+  double keep_scale = 1.0;         // 1 / (1 - dropout_p)
+  const int64_t* seeds = nullptr;  // one for each `seed_samples` samples, which count from its first
+  int64_t seed_samples = 1;
   // Unless null, for few queries only: key and value are (pages, H_kv, page_size, D), and keys j of sample b lie in
   // page pages[b * pages_stride_b + j / page_size].
   const int32_t* pages = nullptr;

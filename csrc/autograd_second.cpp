@@ -1,0 +1,199 @@
+// Derivatives of the derivatives. Two operators hold them all: the product with the second derivative, which is the
+// backward of the backward, and the forward's derivative along tangents, whose backward is made of the other and of
+// the plain backward. Third derivatives are those of compositions over all pairs.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "composite.h"
+#include "differentiation.h"
+#include "saved_arguments.h"
+#include "signatures.h"
+
+namespace mha_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+template <size_t kFirst, size_t kSecond>
+std::array<at::Tensor, kFirst + kSecond> joined(const std::array<at::Tensor, kFirst>& first,
+                                                const std::array<at::Tensor, kSecond>& second) {
+  std::array<at::Tensor, kFirst + kSecond> all;
+  std::copy(second.begin(), second.end(), std::copy(first.begin(), first.end(), all.begin()));
+  return all;
+}
+
+at::Tensor constant(const at::Tensor& t) { return t.defined() ? t.detach() : t; }
+
+// The forward's results count as what they are, functions of the inputs: nothing is sent to them.
+struct BackwardCall {
+  const AttentionArguments& arguments;
+  const AttentionCotangents& cotangents;
+};
+
+std::array<at::Tensor, kNumGradients> as_array(const AttentionGradients& gradients) {
+  return std::apply([](const auto&... g) { return std::array<at::Tensor, kNumGradients>{g...}; }, gradients);
+}
+
+AttentionGradients as_gradients(const std::array<at::Tensor, kNumGradients>& gradients) {
+  return std::tuple_cat(gradients);
+}
+
+std::array<at::Tensor, kNumSecondGradients> differentiable(const AttentionArguments& a, const AttentionCotangents& c) {
+  return joined<kNumGradients, 2>(differentiable(a), {c.grad_out, c.grad_lse});
+}
+
+class BackwardFunction : public torch::autograd::Function<BackwardFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  template <class... Tensors>
+  static variable_list forward(AutogradContext* context, const Applied<BackwardCall>& applied, const Tensors&...) {
+    const BelowAutograd below(applied.transforms);
+    const BackwardCall& call = applied.call;
+    context->set_materialize_grads(false);
+    const AttentionCotangents& c = call.cotangents;
+    const auto gradients = as_array(call_attention_backward(call.arguments, c));
+    save_call(context, call.arguments,
+              {c.grad_out, c.grad_lse, constant(c.out), constant(c.lse), constant(c.rounding)});
+    context->saved_data["output_mask"] = as_number(c.output_mask);
+    variable_list results;
+    std::copy_if(gradients.begin(), gradients.end(), std::back_inserter(results),
+                 [](const at::Tensor& gradient) { return gradient.defined(); });
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto [a, others] = load_call(context);
+    const auto given = as_flags<kNumGradients>(context->saved_data["output_mask"].toInt());
+    BackwardTangents t{{others[0], others[1], others[2], others[3], given, others[4]}, {}, {}, {}, {}};
+    for (size_t i = 0, next = 0; i < kNumGradients; ++i) {
+      if (given[i]) t.inputs[i] = grads[next++];
+    }
+    t.output_mask = wanted_gradients(context, differentiable(a, t.cotangents));
+    const SecondGradients g = call_attention_backward_jvp(a, t);
+    return std::apply([](const auto&... grad) { return variable_list{at::Tensor(), grad...}; }, g);
+  }
+};
+
+AttentionGradients differentiated(const AttentionArguments& a, const AttentionCotangents& c) {
+  const variable_list results = apply_function<BackwardFunction>(BackwardCall{a, c}, differentiable(a, c));
+  std::array<at::Tensor, kNumGradients> gradients;
+  for (size_t i = 0, next = 0; i < kNumGradients; ++i) {
+    if (c.output_mask[i]) gradients[i] = results[next++];
+  }
+  return as_gradients(gradients);
+}
+
+// Forward over reverse.
+AttentionGradients with_tangents(const AttentionArguments& a, const AttentionCotangents& c) {
+  auto inputs = differentiable(a);
+  BackwardTangents t{c, {}, tangent_of(c.grad_out), tangent_of(c.grad_lse), {}};
+  for (size_t i = 0; i < kNumGradients; ++i) {
+    t.inputs[i] = tangent_of(inputs[i]), inputs[i] = primal_of(inputs[i]), t.output_mask[i] = c.output_mask[i];
+  }
+  for (at::Tensor* tensor : {&t.cotangents.grad_out, &t.cotangents.grad_lse, &t.cotangents.out, &t.cotangents.lse}) {
+    *tensor = primal_of(*tensor);
+  }
+  const AttentionArguments primals = with_inputs(a, inputs);
+  const AttentionGradients gradients = call_attention_backward(primals, t.cotangents);
+  const SecondGradients moved = call_attention_backward_jvp(primals, t);
+  const auto set = [](const at::Tensor& gradient, const at::Tensor& tangent) {
+    if (gradient.defined()) gradient._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+  };
+  set(std::get<0>(gradients), std::get<0>(moved)), set(std::get<1>(gradients), std::get<1>(moved));
+  set(std::get<2>(gradients), std::get<2>(moved)), set(std::get<3>(gradients), std::get<3>(moved));
+  set(std::get<4>(gradients), std::get<4>(moved)), set(std::get<5>(gradients), std::get<5>(moved));
+  set(std::get<6>(gradients), std::get<6>(moved));
+  return gradients;
+}
+
+AttentionGradients attention_backward_autograd(const AttentionArguments& a, const AttentionCotangents& c) {
+  const auto inputs = differentiable(a, c);
+  if (any_tangent(inputs)) return with_tangents(a, c);
+  if (needs_gradient(inputs)) return differentiated(a, c);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_backward(a, c);
+}
+
+struct JvpCall {
+  const AttentionArguments& arguments;
+  const ForwardTangents& tangents;
+};
+
+// Reverse over forward. For w sent to the tangents of out and lse, what is sent on to the inputs' tangents is what the
+// backward sends for w, and what is sent to the inputs themselves is its derivative along the tangents.
+class JvpFunction : public torch::autograd::Function<JvpFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  template <class... Tensors>
+  static variable_list forward(AutogradContext* context, const Applied<JvpCall>& applied, const Tensors&...) {
+    const BelowAutograd below(applied.transforms);
+    const JvpCall& call = applied.call;
+    context->set_materialize_grads(false);
+    const ForwardTangents& t = call.tangents;
+    variable_list others{constant(t.out), constant(t.lse), constant(t.rounding)};
+    others.insert(others.end(), t.inputs.begin(), t.inputs.end());
+    save_call(context, call.arguments, others);
+    const auto [out, lse] = call_attention_jvp(call.arguments, t);
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto [a, others] = load_call(context);
+    variable_list result(2 * kNumGradients + 1);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    Tangents tangents;
+    std::copy_n(others.begin() + 3, kNumGradients, tangents.begin());
+    const auto wanted = wanted_gradients(context, joined(differentiable(a), tangents));
+    AttentionCotangents c{grads[0], grads[1], others[0], others[1], {}, others[2]};
+    std::copy_n(wanted.begin() + kNumGradients, kNumGradients, c.output_mask.begin());
+    const auto of_tangents = as_array(call_attention_backward(a, c));
+    BackwardTangents t{c, tangents, {}, {}, {}};
+    std::copy_n(wanted.begin(), kNumGradients, t.output_mask.begin());
+    const SecondGradients of_inputs = call_attention_backward_jvp(a, t);
+    std::tie(result[1], result[2], result[3], result[4], result[5], result[6], result[7], std::ignore, std::ignore) =
+        of_inputs;
+    std::copy(of_tangents.begin(), of_tangents.end(), result.begin() + 1 + kNumGradients);
+    return result;
+  }
+};
+
+AttentionResult attention_jvp_autograd(const AttentionArguments& a, const ForwardTangents& t) {
+  const auto inputs = joined(differentiable(a), t.inputs);
+  if (any_tangent(inputs)) return attention_jvp_math(a, t);
+  if (needs_gradient(inputs)) {
+    const variable_list results = apply_function<JvpFunction>(JvpCall{a, t}, inputs);
+    return {results[0], results[1]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_jvp(a, t);
+}
+
+SecondGradients attention_backward_jvp_autograd(const AttentionArguments& a, const BackwardTangents& t) {
+  const std::array<at::Tensor, 2> grads{t.grad_out, t.grad_lse};
+  const auto inputs = joined(joined(differentiable(a, t.cotangents), t.inputs), grads);
+  if (any_tangent(inputs) || needs_gradient(inputs)) return attention_backward_jvp_math(a, t);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_backward_jvp(a, t);
+}
+
+WeightsGradients attention_weights_backward_autograd(const AttentionArguments& a, const WeightsCotangents& c) {
+  const auto inputs = joined<kNumGradients, 1>(differentiable(a), {c.grad_weights});
+  if (any_tangent(inputs) || needs_gradient(inputs)) return attention_weights_backward_math(a, c);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call_attention_weights_backward(a, c);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
+  m.impl("attention_backward", TORCH_FN(attention_backward_kernel<attention_backward_autograd>));
+  m.impl("attention_jvp", TORCH_FN(attention_jvp_kernel<attention_jvp_autograd>));
+  m.impl("attention_backward_jvp", TORCH_FN(attention_backward_jvp_kernel<attention_backward_jvp_autograd>));
+  m.impl("attention_weights_backward",
+         TORCH_FN(attention_weights_backward_kernel<attention_weights_backward_autograd>));
+}
+
+}  // namespace mha_ext
