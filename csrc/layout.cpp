@@ -34,8 +34,6 @@ Axes inverse(const Axes& order) {
 
 }  // namespace
 
-namespace {
-
 at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width, const at::TensorOptions& options) {
   const Axes order = memory_order(query);
   if (!query.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !width.is_symbolic()) {
@@ -50,12 +48,16 @@ at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width, c
     }
     return at::empty_strided(sizes, strides, options);
   }
-  std::array<c10::SymInt, 4> sizes;
-  for (int64_t i = 0; i < 4; ++i) sizes[i] = order[i] == 3 ? width : query.sym_size(order[i]);
-  return at::empty_symint(sizes, options).permute(inverse(order));
+  std::array<c10::SymInt, 4> sizes, strides;
+  c10::SymInt stride = 1;
+  for (int64_t i = 3; i >= 0; --i) {
+    const int64_t axis = order[i];
+    sizes[axis] = axis == 3 ? width : query.sym_size(axis);
+    strides[axis] = stride;
+    stride = stride * sizes[axis].max(1);
+  }
+  return at::empty_strided_symint(sizes, strides, options);
 }
-
-}  // namespace
 
 at::Tensor empty_like_query(const at::Tensor& query, const c10::SymInt& width) {
   return empty_like_query(query, width, query.options());

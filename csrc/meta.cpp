@@ -1,5 +1,6 @@
 // Shapes, dtypes and strides of every result, for tracing: nothing is computed and sizes may be symbolic.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -12,11 +13,13 @@ namespace {
 
 at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like) { return at::empty_symint(sizes, like.options()); }
 
-// Gradients of query, key and value lie as (B, T, H, D).
+// Gradients of query, key and value lie as (B, T, H, D). Made at once: views of symbolic sizes need Python's
+// dispatcher.
 at::Tensor gradient_like(bool wanted, const at::Tensor& tensor) {
   if (!wanted) return {};
-  return empty({tensor.sym_size(0), tensor.sym_size(2), tensor.sym_size(1), tensor.sym_size(3)}, tensor)
-      .transpose(1, 2);
+  const c10::SymInt heads = tensor.sym_size(1).max(1), length = tensor.sym_size(2).max(1), width = tensor.sym_size(3);
+  const std::array<c10::SymInt, 4> strides{length * heads * width, width, heads * width, 1};
+  return at::empty_strided_symint(tensor.sym_sizes(), strides, tensor.options());
 }
 
 at::Tensor contiguous_like(bool wanted, const at::Tensor& tensor) {

@@ -16,6 +16,32 @@ double multiply_adds(const AttentionParams& p, int64_t queries, int64_t keys) {
   return static_cast<double>(queries) * static_cast<double>(keys) * static_cast<double>(p.head_dim + p.value_dim) * 2.5;
 }
 
+// Which kernels give the gradients: the backward's, or those of their tangents.
+struct Pass {
+  BackwardParams& b;
+  const kernels::TangentParams* tangents;  // b is theirs; null in a plain backward
+  const AttentionArguments& args;
+  const KernelTable& kernel;
+
+  void run(const kernels::KeyRange& keys, void* scratch) const {
+    tangents != nullptr ? kernel.tangent_backward_range(*tangents, keys, scratch)
+                        : kernel.backward_range(b, keys, scratch);
+  }
+  size_t scratch_bytes(int64_t range_keys) const {
+    return tangents != nullptr ? kernel.tangent_backward_scratch_bytes(b.attention, range_keys)
+                               : kernel.backward_scratch_bytes(b.attention, range_keys);
+  }
+  void add_mask_gradient(const kernels::QueryBlock& block, const kernels::KeyRange& keys,
+                         const kernels::MaskGradientView& view, void* scratch) const {
+    tangents != nullptr ? kernel.tangent_mask_gradient_block(*tangents, block, keys.begin, keys.end, view, scratch)
+                        : kernel.mask_gradient_block(b, block, keys.begin, keys.end, view, scratch);
+  }
+  size_t mask_scratch_bytes() const {
+    return tangents != nullptr ? kernel.tangent_backward_scratch_bytes(b.attention, 0)
+                               : kernel.mask_gradient_scratch_bytes(b.attention);
+  }
+};
+
 // The target if there is one, else (B, H, T, D)-shaped, lying as (B, T, H, D).
 at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& target) {
   if (!wanted || target.defined()) return target;
@@ -23,10 +49,11 @@ at::Tensor gradient_for(bool wanted, const at::Tensor& t, const at::Tensor& targ
 }
 
 // dQ, dK, dV. A unit is a key/value head, or one of its ranges of keys: each then leaves its share of dQ apart.
-void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const AttentionArguments& args) {
+void input_gradients(const Pass& pass, const at::Tensor& grad_query) {
+  BackwardParams& b = pass.b;
   const AttentionParams& p = b.attention;
-  const KernelTable& kernel = kernels_for(args);
-  const bool few = runs_as_few(p.num_queries, kernel) && b.grad_weights.data == nullptr;
+  const KernelTable& kernel = pass.kernel;
+  const bool few = runs_as_few(p.num_queries, kernel) && b.grad_weights.data == nullptr && pass.tangents == nullptr;
   b.range_keys = few ? few_range_size(p.num_keys) : key_range_size(p.heads, p.kv_heads, p.num_keys);
   const bool apart = few || splits_heads(p.batch * p.kv_heads, thread_count());
   const int64_t range = apart ? b.range_keys : p.num_keys;
@@ -34,17 +61,16 @@ void input_gradients(BackwardParams& b, const at::Tensor& grad_query, const Atte
   at::Tensor shares;
   if (ranges > 1 && grad_query.defined()) {
     shares = at::empty({ranges, p.batch, p.heads, p.num_queries, p.head_dim},
-                       grad_query.options().dtype(compute_type(args.query)));
+                       grad_query.options().dtype(compute_type(pass.args.query)));
     b.grad_query_shares = shares.mutable_data_ptr();
   }
   const double work = multiply_adds(p, p.num_queries * (p.heads / p.kv_heads), range);
-  const size_t bytes =
-      few ? kernel.backward_few_scratch_bytes(p) : kernel.backward_scratch_bytes(p, std::min(range, p.num_keys));
+  const size_t bytes = few ? kernel.backward_few_scratch_bytes(p) : pass.scratch_bytes(std::min(range, p.num_keys));
   parallel_units(p.batch * p.kv_heads * ranges, work, bytes, [&](int64_t unit, void* scratch) {
     const int64_t row = unit / ranges, begin = unit % ranges * range;
     const int64_t end = std::min(begin + range, p.num_keys);
     const kernels::KeyRange keys{row / p.kv_heads, row % p.kv_heads, begin, end};
-    few ? kernel.backward_few(b, keys, scratch) : kernel.backward_range(b, keys, scratch);
+    few ? kernel.backward_few(b, keys, scratch) : pass.run(keys, scratch);
   });
   if (!shares.defined()) return;
   const at::Tensor sum = shares[0];
@@ -63,10 +89,8 @@ int64_t num_masked_keys(const AttentionParams& p) { return p.num_keys - p.append
 
 // Adds dS to a gradient. A unit owns a piece of it and adds to it, in order, the tiles of every (b, h, query block,
 // key) that the piece is broadcast over.
-void add_score_gradients(const BackwardParams& b, const OwnAxes& own, const kernels::MaskGradientView& view,
-                         const AttentionArguments& args) {
-  const AttentionParams& p = b.attention;
-  const KernelTable& kernel = kernels_for(args);
+void add_score_gradients(const Pass& pass, const OwnAxes& own, const kernels::MaskGradientView& view) {
+  const AttentionParams& p = pass.b.attention;
   const int64_t keys = own.num_keys;
   constexpr int64_t kKeysPerUnit = 512;
   const int64_t blocks = divide_up(p.num_queries, p.query_block);
@@ -76,71 +100,69 @@ void add_score_gradients(const BackwardParams& b, const OwnAxes& own, const kern
   const std::array<int64_t, 3> inner = {own.batch ? 1 : p.batch, own.head ? 1 : p.heads, own.query ? 1 : blocks};
   const int64_t inner_count = inner[0] * inner[1] * inner[2];
   const double work = multiply_adds(p, p.query_block, keys_per_unit) * static_cast<double>(inner_count);
-  parallel_units(units[0] * units[1] * units[2] * units[3], work, kernel.mask_gradient_scratch_bytes(p),
-                 [&](int64_t unit, void* scratch) {
-                   const int64_t key_begin = unit % units[3] * keys_per_unit;
-                   const int64_t key_end = std::min(key_begin + keys_per_unit, keys);
-                   const int64_t unit_block = unit / units[3] % units[2];
-                   const int64_t unit_head = unit / (units[3] * units[2]) % units[1];
-                   const int64_t unit_batch = unit / (units[3] * units[2] * units[1]);
-                   for (int64_t i = 0; i < inner_count; ++i) {
-                     const int64_t begin = (unit_block + i % inner[2]) * p.query_block;
-                     const int64_t head = unit_head + i / inner[2] % inner[1];
-                     const int64_t batch = unit_batch + i / (inner[2] * inner[1]);
-                     const int64_t count = std::min(p.query_block, p.num_queries - begin);
-                     kernel.mask_gradient_block(b, {batch, head, begin, count}, key_begin, key_end, view, scratch);
-                   }
-                 });
+  parallel_units(
+      units[0] * units[1] * units[2] * units[3], work, pass.mask_scratch_bytes(), [&](int64_t unit, void* scratch) {
+        const int64_t key_begin = unit % units[3] * keys_per_unit;
+        const int64_t key_end = std::min(key_begin + keys_per_unit, keys);
+        const int64_t unit_block = unit / units[3] % units[2];
+        const int64_t unit_head = unit / (units[3] * units[2]) % units[1];
+        const int64_t unit_batch = unit / (units[3] * units[2] * units[1]);
+        for (int64_t i = 0; i < inner_count; ++i) {
+          const int64_t begin = (unit_block + i % inner[2]) * p.query_block;
+          const int64_t head = unit_head + i / inner[2] % inner[1];
+          const int64_t batch = unit_batch + i / (inner[2] * inner[1]);
+          const int64_t count = std::min(p.query_block, p.num_queries - begin);
+          pass.add_mask_gradient({batch, head, begin, count}, {batch, head, key_begin, key_end}, view, scratch);
+        }
+      });
 }
 
 bool has_masked_pairs(const AttentionParams& p) { return p.num_queries > 0 && num_masked_keys(p) > 0; }
 
 // The gradient of a mask in the mask's own shape and dtype; `bound` is the mask as the kernels see it.
-at::Tensor mask_gradient(const BackwardParams& b, const at::Tensor& bound, const at::Tensor& mask,
-                         const AttentionArguments& args) {
+at::Tensor mask_gradient(const Pass& pass, const at::Tensor& bound, const at::Tensor& mask) {
+  const AttentionParams& p = pass.b.attention;
   const at::Tensor grad = at::zeros(bound.sizes(), bound.options());
-  if (bound.numel() > 0 && has_masked_pairs(b.attention)) {
-    const OwnAxes own{bound.size(0) > 1, bound.size(1) > 1, bound.size(2) > 1, bound.size(3) > 1,
-                      num_masked_keys(b.attention)};
-    add_score_gradients(b, own,
+  if (bound.numel() > 0 && has_masked_pairs(p)) {
+    const OwnAxes own{bound.size(0) > 1, bound.size(1) > 1, bound.size(2) > 1, bound.size(3) > 1, num_masked_keys(p)};
+    add_score_gradients(pass, own,
                         {grad.mutable_data_ptr(), own.batch ? grad.stride(0) : 0, own.head ? grad.stride(1) : 0,
-                         own.query ? grad.stride(2) : 0, own.key ? grad.stride(3) : 0},
-                        args);
+                         own.query ? grad.stride(2) : 0, own.key ? grad.stride(3) : 0});
   }
   return grad.to(mask.scalar_type()).view(mask.sizes());
 }
 
 // A distance between query and key occurs in every block of queries: pieces are whole heads.
-at::Tensor bias_gradient(const BackwardParams& b, const at::Tensor& turned, const AttentionArguments& args) {
-  const AttentionParams& p = b.attention;
-  const at::Tensor& bias = args.variants.relative_bias;
+at::Tensor bias_gradient(const Pass& pass, const at::Tensor& turned) {
+  const AttentionParams& p = pass.b.attention;
+  const at::Tensor& bias = pass.args.variants.relative_bias;
   const at::Tensor grad = at::zeros(turned.sizes(), turned.options());
   if (turned.numel() > 0 && has_masked_pairs(p)) {
     const bool own_batch = turned.size(0) > 1, own_head = turned.size(1) > 1;
     char* first = static_cast<char*>(grad.mutable_data_ptr()) +
                   (num_masked_keys(p) - 1) * static_cast<int64_t>(grad.element_size());
     add_score_gradients(
-        b, {own_batch, own_head, false, false, num_masked_keys(p)},
-        {first, own_batch ? grad.stride(0) : 0, own_head ? grad.stride(1) : 0, /*stride_q=*/1, /*stride_k=*/-1}, args);
+        pass, {own_batch, own_head, false, false, num_masked_keys(p)},
+        {first, own_batch ? grad.stride(0) : 0, own_head ? grad.stride(1) : 0, /*stride_q=*/1, /*stride_k=*/-1});
   }
-  return grad.narrow(-1, 0, bias.size(-1)).flip(-1).to(bias.scalar_type());
+  return at::empty(bias.sizes(), bias.options()).copy_(grad.narrow(-1, 0, bias.size(-1)).flip(-1));
 }
 
 // The scores of a row and its sink share dlse, of which there is none here: rowsum(dS) + dS_sink = 0.
-at::Tensor sink_gradient(const BackwardParams& b, const AttentionArguments& args) {
-  const at::Tensor& sink = args.variants.sink;
-  const at::Tensor sums = at::zeros(sink.sizes(), sink.options().dtype(compute_type(args.query)));
-  if (b.attention.num_queries > 0 && b.attention.num_keys > 0) {
-    add_score_gradients(b, {false, true, false, false, b.attention.num_keys}, {sums.mutable_data_ptr(), 0, 1, 0, 0},
-                        args);
+at::Tensor sink_gradient(const Pass& pass) {
+  const AttentionParams& p = pass.b.attention;
+  const at::Tensor& sink = pass.args.variants.sink;
+  const at::Tensor sums = at::zeros(sink.sizes(), sink.options().dtype(compute_type(pass.args.query)));
+  if (p.num_queries > 0 && p.num_keys > 0) {
+    add_score_gradients(pass, {false, true, false, false, p.num_keys}, {sums.mutable_data_ptr(), 0, 1, 0, 0});
   }
   return sums.neg_().to(sink.scalar_type());
 }
 
-}  // namespace
-
-AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
-                                const std::array<bool, kNumGradients>& wanted, const GradientTargets& targets) {
+AttentionGradients run(const Pass& pass, const BoundArguments& bound, const std::array<bool, kNumGradients>& wanted,
+                       const GradientTargets& targets) {
+  BackwardParams& b = pass.b;
+  const AttentionArguments& args = pass.args;
   const at::Tensor grad_query = gradient_for(wanted[0], args.query, targets.query);
   const at::Tensor grad_key = gradient_for(wanted[1], args.key, targets.key);
   const at::Tensor grad_value = gradient_for(wanted[2], args.value, targets.value);
@@ -150,14 +172,26 @@ AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& arg
   if (b.attention.num_keys == 0) {
     if (wanted[0]) grad_query.zero_();
   } else if (wanted[0] || wanted[1] || wanted[2]) {
-    input_gradients(b, grad_query, args);
+    input_gradients(pass, grad_query);
   }
   at::Tensor grad_mask, grad_padding, grad_bias, grad_sink;
-  if (wanted[3]) grad_mask = mask_gradient(b, bound.attn_mask, args.attn_mask, args);
-  if (wanted[4]) grad_padding = mask_gradient(b, bound.key_padding_mask, args.key_padding_mask, args);
-  if (wanted[5]) grad_bias = bias_gradient(b, bound.relative_bias, args);
-  if (wanted[6]) grad_sink = sink_gradient(b, args);
+  if (wanted[3]) grad_mask = mask_gradient(pass, bound.attn_mask, args.attn_mask);
+  if (wanted[4]) grad_padding = mask_gradient(pass, bound.key_padding_mask, args.key_padding_mask);
+  if (wanted[5]) grad_bias = bias_gradient(pass, bound.relative_bias);
+  if (wanted[6]) grad_sink = sink_gradient(pass);
   return {grad_query, grad_key, grad_value, grad_mask, grad_padding, grad_bias, grad_sink};
+}
+
+}  // namespace
+
+AttentionGradients run_backward(BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
+                                const std::array<bool, kNumGradients>& wanted, const GradientTargets& targets) {
+  return run({b, nullptr, args, kernels_for(args)}, bound, wanted, targets);
+}
+
+AttentionGradients run_tangent_backward(kernels::TangentParams& m, const AttentionArguments& args,
+                                        const BoundArguments& bound, const std::array<bool, kNumGradients>& wanted) {
+  return run({m.backward, &m, args, kernels_for(compute_type(args.query))}, bound, wanted, {});
 }
 
 }  // namespace mha_ext::cpu

@@ -11,4 +11,8 @@ namespace mha_ext::cpu {
 AttentionGradients run_backward(kernels::BackwardParams& b, const AttentionArguments& args, const BoundArguments& bound,
                                 const std::array<bool, kNumGradients>& wanted, const GradientTargets& targets = {});
 
+// Their tangents.
+AttentionGradients run_tangent_backward(kernels::TangentParams& m, const AttentionArguments& args,
+                                        const BoundArguments& bound, const std::array<bool, kNumGradients>& wanted);
+
 }  // namespace mha_ext::cpu

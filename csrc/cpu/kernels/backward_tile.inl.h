@@ -320,13 +320,14 @@ void write_grad_query(const BackwardParams& b, const QueryBlock& block, int64_t 
   write_columns<V>(share, block, lanes, p.head_dim, s.grad_query_sum, s.grad_query_rows, width, Unchanged());
 }
 
-template <class V>
-void backward_range(const BackwardParams& b, const KeyRange& range, void* scratch) {
+// Gradients of a range of keys: load(block, lanes) for each block of queries that sees any of them, run(tile, its first
+// key in the range) for each of its tiles.
+template <class V, class Load, class Run>
+void gradients_of_range(const BackwardParams& b, const KeyRange& range, BackwardScratch<V>& s, const Load& load,
+                        const Run& run) {
   using Scalar = typename V::Scalar;
   const AttentionParams& p = b.attention;
   const int64_t count = range.end - range.begin;
-  BackwardScratch<V> s(Arena(scratch), p, count);
-  s.undoes_softcap = true;
   const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
   __builtin_memset(s.grad_key, 0, static_cast<size_t>(count * d) * sizeof(Scalar));
   __builtin_memset(s.grad_value, 0, static_cast<size_t>(count * dv) * sizeof(Scalar));
@@ -336,15 +337,12 @@ void backward_range(const BackwardParams& b, const KeyRange& range, void* scratc
       const QueryBlock block{range.batch, head, q, min_of(p.query_block, p.num_queries - q)};
       const int64_t lanes = round_up(block.count, V::kWidth);
       const KeySpan seen = keys_to_visit(p, block, kBlockKeys);
-      if (seen.begin < range.end && seen.end > range.begin) {
-        load_query_block<V>(b, block, lanes, s);
-        if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
-      }
+      if (seen.begin < range.end && seen.end > range.begin) load(block, lanes);
       for (int64_t begin = range.begin; begin < range.end; begin += b.range_keys) {
         const int64_t end = min_of(begin + b.range_keys, range.end);
         __builtin_memset(s.grad_query, 0, static_cast<size_t>(d * lanes) * sizeof(Scalar));
         for (int64_t k = max_of(begin, seen.begin); k < min_of(end, seen.end); k += kBlockKeys) {
-          backward_tile<V>(b, {block, lanes, k, min_of(kBlockKeys, end - k)}, k - range.begin, s);
+          run({block, lanes, k, min_of(kBlockKeys, end - k)}, k - range.begin);
         }
         add_share<V>(d * lanes, begin == range.begin, s);
       }
@@ -356,6 +354,19 @@ void backward_range(const BackwardParams& b, const KeyRange& range, void* scratc
   const QueryBlock rows{range.batch, range.kv_head, range.begin, count};
   if (b.grad_key.data != nullptr) write_rows(b.grad_key, rows, p.head_dim, s.grad_key, d);
   if (b.grad_value.data != nullptr) write_rows(b.grad_value, rows, p.value_dim, s.grad_value, dv);
+}
+
+template <class V>
+void backward_range(const BackwardParams& b, const KeyRange& range, void* scratch) {
+  BackwardScratch<V> s(Arena(scratch), b.attention, range.end - range.begin);
+  s.undoes_softcap = true;
+  gradients_of_range<V>(
+      b, range, s,
+      [&](const QueryBlock& block, int64_t lanes) {
+        load_query_block<V>(b, block, lanes, s);
+        if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
+      },
+      [&](const Tile& t, int64_t key_in_range) { backward_tile<V>(b, t, key_in_range, s); });
 }
 
 template <class V>

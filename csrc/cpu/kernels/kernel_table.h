@@ -36,6 +36,15 @@ struct KernelTable {
                               const MaskGradientView&, void* scratch);
   size_t (*mask_gradient_scratch_bytes)(const AttentionParams&);
 
+  // Tangents of out and lse of one block of queries, and then of the gradients, as their plain counterparts above.
+  // All numbers are finite. Null in a table for bfloat16.
+  void (*tangent_block)(const TangentParams&, const QueryBlock&, void* scratch);
+  size_t (*tangent_scratch_bytes)(const AttentionParams&);
+  void (*tangent_backward_range)(const TangentParams&, const KeyRange&, void* scratch);
+  size_t (*tangent_backward_scratch_bytes)(const AttentionParams&, int64_t range_keys);
+  void (*tangent_mask_gradient_block)(const TangentParams&, const QueryBlock&, int64_t key_begin, int64_t key_end,
+                                      const MaskGradientView&, void* scratch);
+
   // out, lse and the weights of one block of queries, for `head_count` heads.
   void (*weights_block)(const WeightsParams&, const QueryBlock&, void* scratch);
   size_t (*weights_scratch_bytes)(const WeightsParams&);

@@ -8,6 +8,7 @@
 #include "linear_columns.inl.h"
 #include "linear_rows.inl.h"
 #include "mask_gradient.inl.h"
+#include "tangent_backward.inl.h"
 #include "weights_tile.inl.h"
 
 namespace mha_ext::kernels {
@@ -30,6 +31,13 @@ constexpr KernelTable kernel_table() {
   table.backward_scratch_bytes = backward_scratch_bytes<V>;
   table.mask_gradient_block = mask_gradient_block<V>;
   table.mask_gradient_scratch_bytes = mask_gradient_scratch_bytes<V>;
+  if constexpr (!V::kMultipliesPairs) {
+    table.tangent_block = tangent_block<V>;
+    table.tangent_scratch_bytes = tangent_scratch_bytes<V>;
+    table.tangent_backward_range = tangent_backward_range<V>;
+    table.tangent_backward_scratch_bytes = tangent_backward_scratch_bytes<V>;
+    table.tangent_mask_gradient_block = tangent_mask_gradient_block<V>;
+  }
   table.weights_block = weights_block<V>;
   table.weights_scratch_bytes = weights_scratch_bytes<V>;
   table.most_linear_rows = V::kLinearRows;

@@ -22,24 +22,32 @@ void add_mask_gradient(const Tile& t, const typename V::Scalar* grad_scores, typ
   }
 }
 
-// d(mask) = dS summed over the axes along which the mask is broadcast.
-template <class V>
-void mask_gradient_block(const BackwardParams& b, const QueryBlock& block, int64_t key_begin, int64_t key_end,
-                         const MaskGradientView& out, void* scratch) {
+// d(mask) = dS summed over the axes along which the mask is broadcast. grads_of(tile) gives dS^T, or null where no pair
+// is visible.
+template <class V, class GradsOf>
+void add_mask_gradients(const AttentionParams& p, const QueryBlock& block, const KeySpan& keys,
+                        const MaskGradientView& out, const GradsOf& grads_of) {
   using Scalar = typename V::Scalar;
-  const AttentionParams& p = b.attention;
-  BackwardScratch<V> s(Arena(scratch), p, 0);
   const int64_t lanes = round_up(block.count, V::kWidth);
-  load_query_block<V>(b, block, lanes, s);
-  if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
   Scalar* base = static_cast<Scalar*>(out.data) + block.batch * out.stride_b + block.head * out.stride_h +
                  block.begin * out.stride_q;
   const KeySpan seen = keys_to_visit(p, block, kBlockKeys);
-  for (int64_t begin = max_of(key_begin, seen.begin); begin < min_of(key_end, seen.end); begin += kBlockKeys) {
-    const Tile t{block, lanes, begin, min_of(kBlockKeys, key_end - begin)};
-    if (!score_gradient_tile<V>(b, t, s).visible) continue;
-    add_mask_gradient<V>(t, s.grad_scores, base + begin * out.stride_k, out);
+  for (int64_t begin = max_of(keys.begin, seen.begin); begin < min_of(keys.end, seen.end); begin += kBlockKeys) {
+    const Tile t{block, lanes, begin, min_of(kBlockKeys, keys.end - begin)};
+    if (const Scalar* grads = grads_of(t)) add_mask_gradient<V>(t, grads, base + begin * out.stride_k, out);
   }
+}
+
+template <class V>
+void mask_gradient_block(const BackwardParams& b, const QueryBlock& block, int64_t key_begin, int64_t key_end,
+                         const MaskGradientView& out, void* scratch) {
+  BackwardScratch<V> s(Arena(scratch), b.attention, 0);
+  const int64_t lanes = round_up(block.count, V::kWidth);
+  load_query_block<V>(b, block, lanes, s);
+  if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
+  add_mask_gradients<V>(b.attention, block, {key_begin, key_end}, out, [&](const Tile& t) {
+    return score_gradient_tile<V>(b, t, s).visible ? s.grad_scores : nullptr;
+  });
 }
 
 template <class V>

@@ -109,6 +109,18 @@ struct BackwardParams {
   int64_t range_keys = 0;  // a multiple of kBlockKeys
 };
 
+// Tangents of what forward and backward read; those whose data is null are zero. In `backward`, the gradients are those
+// whose tangents are wanted, and the targets are the tangents'.
+struct TangentParams {
+  BackwardParams backward;
+  TensorView query, key, value, grad_out;
+  AttentionParams mask_tangents;  // of the float masks, in their places, and nothing else that hides or shows a pair
+  const void* sink_tangent = nullptr;
+  MutableTensorView moved_out;        // of out; its type is the compute type or the tensors'
+  void* moved_lse = nullptr;          // of lse, (B, H, T_q) in the compute type: written by the first pass
+  const void* moved_delta = nullptr;  // of delta, likewise
+};
+
 // Forward with the weights after dropout, summed over `head_count` heads from the block's head on and times `factor`:
 // rows of `weights` are queries, and its stride_h serves weights given per head.
 struct WeightsParams {

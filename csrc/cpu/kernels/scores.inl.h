@@ -64,13 +64,13 @@ void scale_lanes(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_
 
 // The products of a tile, less what lies beyond its edge:
 // rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
-template <class V, typename Term>
+template <class V, Start kStart = Start::Zero, typename Term>
 void pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar, Term>& g) {
-  if (!edge.cuts) return gemm<V, Lhs::ByRow, Start::Zero>(g, t.key_count, t.lanes);
+  if (!edge.cuts) return gemm<V, Lhs::ByRow, kStart>(g, t.key_count, t.lanes);
   for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
     GemmOperands<typename V::Scalar, Term> part = g;
     part.a += keys.begin * g.lda, part.b += lane, part.c += keys.begin * g.ldc + lane;
-    gemm<V, Lhs::ByRow, Start::Zero>(part, keys.end - keys.begin, lanes);
+    gemm<V, Lhs::ByRow, kStart>(part, keys.end - keys.begin, lanes);
   });
 }
 
