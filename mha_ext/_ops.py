@@ -23,7 +23,6 @@ __all__ = [
     "attention_for_backward",
     "attention_weights_backward",
     "attention_with_weights",
-    "draw_seed",
     "layer_directly",
     "layer_with_weights_directly",
     "linear_directly",
@@ -62,11 +61,6 @@ _attention_weights_backward = operators.attention_weights_backward.default
 _paged_attention = operators.paged_attention.default
 _multi_head_attention = operators.multi_head_attention.default
 _multi_head_attention_backward = operators.multi_head_attention_backward.default
-
-
-def draw_seed(device: torch.device) -> Tensor:
-    """A dropout seed from torch's generator: int64, one element."""
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
 class Variants(TypedDict, total=False):

@@ -13,6 +13,7 @@ from mha_ext.layer_function import multi_head_attention_forward
 from mha_ext.merging import merge_attention
 from mha_ext.relative import alibi_slopes_for, bucketed_relative_bias
 from mha_ext.rotary import apply_rotary
+from mha_ext.seeds import draw_seed
 from mha_ext.varlen import varlen_attention
 
 __all__ = [
@@ -204,7 +205,7 @@ def scaled_dot_product_attention(
     checks.dropout_probability(where, "dropout_p", dropout_p)
     if scale is not None:
         scale = checks.real(where, "scale", scale)
-    seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
+    seed = draw_seed(query.device) if dropout_p > 0.0 else None
     tensors = (query, key, value, attn_mask, key_padding_mask, seed)
     average = return_weights == "mean"
     weights = None

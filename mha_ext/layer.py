@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_ext import _ops, checks, errors, masks, plain
+from mha_ext.seeds import draw_seed
 
 __all__ = [
     "NO_WINDOW",
@@ -68,7 +69,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
     seed = None
     if dropout_p != 0.0:
         checks.dropout_probability(where, "dropout", dropout_p)
-        seed = _ops.draw_seed(device)
+        seed = draw_seed(device)
     _, _, _, _, causal, need_weights, average, _, window, softcap, sink, key_range = options
     seen = (window, softcap, sink, key_range)
     # Not _replace: a short sequence would notice.

@@ -14,6 +14,7 @@ from torch import Tensor
 from mha_ext import _ops, cache_checks, checks, layer, layer_variants, parameters, plain, variants
 from mha_ext.cache import KVCache
 from mha_ext.errors import InvalidTypeError, InvalidValueError
+from mha_ext.uncompiled import with_open_numbers
 
 __all__ = ["CrossCache", "attend", "project_keys"]
 
@@ -69,6 +70,7 @@ class CrossCache:
             self.key_padding_mask = self.key_padding_mask[batch_indices]
 
 
+@with_open_numbers
 def attend(
     module: Any, where: str, inputs: tuple[Tensor, Any, Any], cache: Any, options: layer.Options
 ) -> tuple[Tensor, Tensor | None]:

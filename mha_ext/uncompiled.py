@@ -1,31 +1,68 @@
-"""Methods that compilers leave alone."""
+"""How compilers treat a cache, whose Python numbers change with every call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-__all__ = ["outside_graphs"]
+__all__ = ["outside_graphs", "outside_graphs_unless_rows_agree", "with_open_numbers"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_REASON = (
+    "KVCache: what is done here depends on the length of each row; compile without fullgraph=True. Traced are append "
+    "(without lengths), key_value, positions and key_range where rows agree, without window and page_size"
+)
+
+
+def with_open_numbers(function: Callable[P, R]) -> Callable[P, R]:
+    """A function in which ``torch.compile`` takes numbers that have changed once for variable, wherever they are kept.
+
+    By itself it does so unless they are reached through a module, whose numbers it takes for constants: a model that
+    keeps its caches would be compiled anew for every token.
+    """
+    traced = torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True)(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return traced(*args, **kwargs)
+        return function(*args, **kwargs)  # without what the other one costs
+
+    return call
+
 
 def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that ``torch.compile`` calls as it is, breaking the graph there.
-
-    For methods of an object whose Python numbers change with every call: compiled code would be specialised on them
-    and made anew each time.
-    """
-    outside = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+    """A method of a cache that ``torch.compile`` calls as it is, breaking the graph there."""
+    outside = torch.compiler.disable(method, reason=_REASON)  # type: ignore[no-untyped-call]
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return cast(R, outside(*args, **kwargs))
-        return method(*args, **kwargs)  # without what the other one costs
+        return method(*args, **kwargs)
 
     return call
+
+
+def outside_graphs_unless_rows_agree(method: Callable[P, R]) -> Callable[P, R]:
+    """The same, but traced where it does the same for every length: it moves nothing and treats all rows alike."""
+    outside, inside = outside_graphs(method), with_open_numbers(method)
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return (inside if _rows_agree(*args, **kwargs) else outside)(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _rows_agree(cache: Any, *arguments: object, lengths: object = None, **_: object) -> bool:
+    """Whether all rows of a cache are alike in a call; ``lengths`` are the third argument of its `append`."""
+    given = lengths is not None or (len(arguments) > 2 and arguments[2] is not None)
+    return cache.window is None and cache.page_size is None and not (cache.ragged or given)

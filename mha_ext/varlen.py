@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mha_ext import _ops, checks, errors, variants
 from mha_ext.errors import InvalidTypeError, InvalidValueError
+from mha_ext.seeds import draw_seed
 
 __all__ = ["varlen_attention"]
 
@@ -85,7 +86,7 @@ def varlen_attention(
     left, right = (variants.NO_LIMIT, variants.NO_LIMIT) if window is None else variants.limits(_WHERE, window)
     sides = (left, 0 if is_causal else right)
     key_range = _key_range(bounds[0], bounds[1], len(query), sides, causal_alignment == "lower_right")
-    seed = _ops.draw_seed(query.device) if dropout_p > 0.0 else None
+    seed = draw_seed(query.device) if dropout_p > 0.0 else None
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     try:
         out, lse = _ops.attention(

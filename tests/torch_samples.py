@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
-from mha_ext import _ops
+from mha_ext.seeds import draw_seed
 
 Call = dict[str, Any]
 Answers = dict[str, Tensor]
@@ -97,7 +97,7 @@ def grad_out(out: Tensor, call: Call) -> Tensor:
 def dropout_seed(dropout_p: float) -> Tensor | None:
     """What ours draws in ``evaluate``."""
     torch.manual_seed(SEED)
-    return _ops.draw_seed(torch.device("cpu")) if dropout_p > 0 else None
+    return draw_seed(torch.device("cpu")) if dropout_p > 0 else None
 
 
 def compare(got: Answers, want: Answers, limits: Limits, dtype: torch.dtype) -> None:
