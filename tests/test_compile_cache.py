@@ -1,0 +1,139 @@
+"""Decoding with a ``KVCache`` under ``torch.compile``: the whole step is one graph, whatever has been appended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import make, sequence
+from tolerances import assert_within, double_limit
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mha_ext
+
+LENGTHS = [5, 3, *[1] * 10, 4]
+
+
+def cache(**options: Any) -> mha_ext.KVCache:
+    return mha_ext.KVCache(2, num_kv_heads=2, max_length=64, head_dim=4, dtype=torch.float64, **options)
+
+
+class Decoder(nn.Module):
+    """A layer that keeps its cache, or is given one."""
+
+    def __init__(self, own: mha_ext.KVCache | None = None, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.cache = make(num_kv_heads=2, **options).eval(), own
+
+    def forward(self, x: Tensor, given: mha_ext.KVCache | None = None) -> Any:
+        kept = self.cache if given is None else given
+        return self.layer(x, x, x, kv_cache=kept, need_weights=False)[0]
+
+
+def decode(step: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [step(sequence(2, length, seed=n)) for n, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kept", "storage"),
+    [
+        (True, None),
+        pytest.param(False, None, marks=pytest.mark.long),
+        pytest.param(True, "int8", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_decoding_is_one_graph(kept: bool, storage: str | None) -> None:
+    """One for the prompt, one for chunks of any length and one for single tokens; also where a model keeps the cache,
+    whose numbers a compiler would take for constants. The caches hold the same afterwards."""
+    counter = CompileCounterWithBackend("aot_eager")
+    plain, traced = cache(storage=storage), cache(storage=storage)
+    model = Decoder(traced if kept else None, rope=True)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    got = decode(compiled if kept else lambda x: compiled(x, traced))
+    reference = Decoder(rope=True)
+    for a, b in zip(got, decode(lambda x: reference(x, plain)), strict=True):
+        assert_within(a, b, double_limit(b, 100))
+    assert counter.frame_count == 3
+    assert traced.length == plain.length == sum(LENGTHS) and not traced.ragged
+    for a, b in zip(traced.key_value(), plain.key_value(), strict=True):
+        assert_within(a, b, double_limit(b, 100))
+
+
+@pytest.mark.long
+def test_decoding_by_inductor() -> None:
+    plain, traced = cache(), cache()
+    model = Decoder(rope=True, softcap=2.0)
+    compiled = torch.compile(model, fullgraph=True)
+    pairs = zip(decode(lambda x: compiled(x, traced)), decode(lambda x: model(x, plain)), strict=True)
+    for a, b in pairs:
+        assert_within(a, b, double_limit(b, 100))
+
+
+def test_a_compiled_step_is_refused_as_an_uncompiled_one_is() -> None:
+    """What does not fit changes nothing."""
+    traced, model = cache(), Decoder()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(sequence(2, 60), traced)
+        with pytest.raises(ValueError, match="key must fit into the cache's max_length 64"):
+            compiled(sequence(2, 5), traced)
+        assert traced.length == 60
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "window": ({"window": 8}, {"window": (7, 0)}),
+    "pages": ({"page_size": 16}, {}),
+    "ragged": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", ["ragged", *(pytest.param(k, marks=pytest.mark.long) for k in ("window", "pages"))])
+def test_other_caches_break_the_graph_and_say_so(kind: str) -> None:
+    options, keywords = KINDS[kind]
+    first = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+
+    def filled() -> mha_ext.KVCache:
+        new = cache(**options)
+        new.append(first, first, [3, 1] if kind == "ragged" else None)
+        return new
+
+    plain, traced = filled(), filled()
+    model = Decoder(**keywords)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="depends on the length of each row"), torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="eager")(sequence(2, 1), traced)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for n, length in enumerate((2, 1, 1)):
+            x = sequence(2, length, seed=n)
+            want = model(x, plain)
+            assert_within(compiled(x, traced), want, double_limit(want, 100))
+
+
+def test_keys_projected_once() -> None:
+    """A ``CrossCache`` is made and read in graphs, and passes gradients."""
+    layer, memory, x = make(), sequence(2, 7, seed=2), sequence(2, 3)
+
+    def call(memory: Tensor, x: Tensor) -> Tensor:
+        kept = layer.project_keys(memory, memory)
+        out: Tensor = layer(x, None, None, kv_cache=kept, need_weights=False)[0]
+        return out
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (compiled, call):
+        leaf = memory.clone().requires_grad_()
+        out = function(leaf, x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])))
+    for a, b in zip(*found, strict=True):
+        assert_within(a, b, double_limit(b, 100))
