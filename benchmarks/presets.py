@@ -230,8 +230,15 @@ def _goals() -> list[Case]:
     )
 
 
+def _compiled() -> list[Case]:
+    """Small layers, where what a compiled call costs by itself shows, beside the same call uncompiled."""
+    shapes = (_ONE_TOKEN, (1, 16, 512, 8), (8, 64, 256, 8))
+    cases = _layer(shapes, _LAYER_TASKS, beside="compiled", causal=True)
+    return cases + _layer(shapes[1:], ("forward",), beside="compiled", causal=True, need_weights=True)
+
+
 def _full() -> list[Case]:
-    cases = _default() + _goals()
+    cases = _default() + _goals() + _compiled()
     for options in ({"mask": "float"}, {"mask": "bias"}, {"mask": "padding", "causal": True}):
         cases += _core(_GOAL_SHAPES[:2], _BOTH, **options)
     cases += _core(((1, 32, 1, 128), (4, 32, 1, 128)), ("forward",), key_length=2048)

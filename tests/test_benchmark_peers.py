@@ -15,6 +15,7 @@ from benchmarks.inputs import make_inputs
 from benchmarks.peers import OURS, PEERS, Peer, Runner, find_peer, peers_for
 from benchmarks.peers.base import ForeignPeer
 from benchmarks.peers.compiled import check_compiled
+from benchmarks.peers.own import comparisons
 from benchmarks.work import TOLERANCES, largest_difference, results, timed_work
 
 CORE = Case("core", "forward", batch=2, heads=4, length=9, head_dim=8)
@@ -110,6 +111,15 @@ def test_eager_code_is_not_taken_for_compiled_nor_fused_attention_for_unfused() 
     with pytest.raises(RuntimeError, match="the attention must not be PyTorch's fused one"):
         check_compiled(CORE, compiled, fused=False)
     assert check_compiled(CORE, compiled, fused=True) is compiled
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_our_own_layer_compiled_is_compiled_and_gives_the_same(need_weights: bool) -> None:
+    task = "forward" if need_weights else "training"
+    case = replace(LAYER, task=task, causal=True, need_weights=need_weights, beside="compiled")
+    (peer,) = comparisons(case)
+    assert peer.worker == "torch.compile" and peer.same_result
+    assert_agree(case, [peer])  # building it refuses what is not compiled
 
 
 def test_every_case_is_compiled() -> None:

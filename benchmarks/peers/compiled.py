@@ -57,6 +57,12 @@ def compile_anew(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
+def missing_compiler() -> str | None:
+    """Returns why compiled code cannot be made here, or None; it is C++."""
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    return None if shutil.which(compiler) else f"{compiler} is missing, which compiles what torch.compile writes"
+
+
 class Compiled(Peer):
     """What code that ``torch.compile`` writes has in common."""
 
@@ -64,9 +70,8 @@ class Compiled(Peer):
     worker = "torch.compile"
 
     def missing(self) -> str | None:
-        """The generated code is C++."""
-        compiler = os.environ.get("CXX", "g++").split()[0]
-        return None if shutil.which(compiler) else f"{compiler} is missing, which compiles what torch.compile writes"
+        """Looks for a compiler."""
+        return missing_compiler()
 
 
 class CompiledAttention(Compiled):

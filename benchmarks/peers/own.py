@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.peers.base import Peer, Runner
+from benchmarks.peers.compiled import check_compiled, compile_anew, missing_compiler
 from benchmarks.peers.torch_core import OurAttention
 from benchmarks.peers.torch_layer import OurLayer
 from benchmarks.peers.variants import OurMaskedVariant, OurRepeatedVariant, OurVariant
@@ -74,6 +75,23 @@ class TwoLinears(Peer):
         return Runner(forward, {})
 
 
+class CompiledOurs(Peer):
+    """Our own layer under ``torch.compile``, as one graph: what a compiled call costs beside an eager one."""
+
+    level = "layer"
+    name = "mha_ext, compiled"
+    worker = "torch.compile"
+
+    def missing(self) -> str | None:
+        """The generated code is C++."""
+        return missing_compiler()
+
+    def build(self, case: Case, inputs: Inputs) -> Runner:
+        """Compiles the call of the module."""
+        runner = OURS["layer"].build(case, inputs)
+        return check_compiled(case, replace(runner, forward=compile_anew(runner.forward)), fused=False)
+
+
 _PEERS: dict[str, tuple[Peer, ...]] = {
     "1 thread": (OneThread(),),
     "unmasked": (Changed("core", "unmasked", mask="none", causal=False),),
@@ -82,6 +100,7 @@ _PEERS: dict[str, tuple[Peer, ...]] = {
     "float32": (Changed("core", "float32", dtype="fp32"), Changed("layer", "float32", dtype="fp32")),
     "mask not trained": (Changed("core", "mask not trained", mask="float"),),
     "two linears": (TwoLinears(),),
+    "compiled": (CompiledOurs(),),
     "a mask": (OurMaskedVariant(),),
     "repeated keys": (OurRepeatedVariant(),),
 }
@@ -94,4 +113,4 @@ NAMES = frozenset(peer.name for peer in EVERY)
 
 def comparisons(case: Case) -> list[Peer]:
     """Returns what of our own a case is measured beside: one participant or none."""
-    return [peer for peer in _PEERS.get(case.beside, ()) if peer.level == case.level]
+    return [peer for peer in _PEERS.get(case.beside, ()) if peer.level == case.level and not peer.missing()]
