@@ -1,4 +1,4 @@
-"""Function transforms, compilation, checkpointing, Python threads and fork: right values or a clear refusal, never
+"""Function transforms, export, checkpointing, Python threads and fork: right values or a clear refusal, never
 wrong ones."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from cases import Case, build, kept, merged_bias, ops
-from layer_cases import MODES, exact_layer, last_hidden, make, mode, sequence
+from layer_cases import exact_layer, last_hidden, make, sequence
 from switches import threads
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
@@ -228,41 +228,7 @@ def test_log_sum_exp_alone_has_second_derivatives_and_none_for_values() -> None:
     same(second, torch.autograd.grad(sum(g.square().sum() for g in want), (query, key)))
 
 
-# -------------------------------------------------------------------------------------------------------- compilation
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("name", MODES)
-def test_compile_in_one_graph(dynamic: bool, need_weights: bool, name: str) -> None:
-    torch._dynamo.reset()
-    module = make()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for length in (5, 9):
-        x, hidden = sequence(2, length), last_hidden(2, length)
-        with mode(module, name):
-            for masks in ({}, {"key_padding_mask": hidden, "is_causal": True}):
-                leaf, twin = x.clone().requires_grad_(), x.clone().requires_grad_()
-                got = compiled(leaf, leaf, leaf, need_weights=need_weights, **masks)
-                want = module(twin, twin, twin, need_weights=need_weights, **masks)
-                same(got[0], want[0])
-                if need_weights:
-                    same(got[1], want[1])
-                if name != "no_grad":
-                    same(torch.autograd.grad(got[0].sum(), leaf), torch.autograd.grad(want[0].sum(), twin))
-
-
-def test_compile_replays_dropout() -> None:
-    torch._dynamo.reset()
-    module, x = make(dropout=0.4), sequence(2, 9)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    results = []
-    for call in (module, compiled):
-        torch.manual_seed(5)
-        leaf = x.clone().requires_grad_()
-        out = call(leaf, leaf, leaf, need_weights=False)[0]
-        results.append((out, torch.autograd.grad(out.sum(), leaf)[0]))
-    same(*results)
-
-
+# ------------------------------------------------------------------------------------------------------------- export
 class Alone(nn.Module):
     """Self-attention of one tensor, the output only."""
 
