@@ -22,7 +22,7 @@ BUILD = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES, MAX_DEFINES_PER_1000 = 400, 150, 60, 3
 
 # What of the files outside csrc/cpu those inside it may include.
-SHARED_HEADERS = {"attention.h", "checks.h", "layer.h", "layout.h", "signatures.h"}
+SHARED_HEADERS = {"attention.h", "checks.h", "composite.h", "layer.h", "layout.h", "signatures.h"}
 # What of csrc/cpu the files outside it may include.
 CPU_DOORS = {
     "cpu/dispatch.h",
