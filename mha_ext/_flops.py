@@ -1,7 +1,9 @@
 """Floating-point operation counts of the operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-Only matrix products count, two operations a multiply-add, masks and causal skipping are not deducted, and a backward
-pass counts the scores it recomputes: the conventions of PyTorch's own formulas for its fused attention.
+Only matrix products count, two operations a multiply-add, and a pass that follows another counts the scores it
+computes again: the conventions of PyTorch's own formulas for its fused attention. What hides pairs (masks, padding,
+causal order, windows, ranges, lengths of rows in a cache) does not lessen a count, although it lessens the work: a
+count depends on shapes alone, so it is the same for meta tensors and in graphs.
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> in
     return _scores(query, key) * (query[3] + value[3])
 
 
+@register_flop_formula(operators.paged_attention)
+def _paged_attention(query: Shape, key_pages: Shape, value_pages: Shape, page_table: Shape, *_: Any, **__: Any) -> int:
+    """Of every key that the table has room for."""
+    batch, num_heads, num_queries, head_dim = query
+    num_keys = page_table[1] * key_pages[2]
+    return 2 * batch * num_heads * num_queries * num_keys * (head_dim + value_pages[3])
+
+
 @register_flop_formula(operators.attention_backward)
 def _attention_backward(
     grad_out: Shape | None, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape, *_: Any, **kwargs: Any
@@ -43,6 +53,29 @@ def _attention_backward(
 def _attention_weights_backward(grad_weights: Shape, query: Shape, key: Shape, *_: Any, **kwargs: Any) -> int:
     need_query, need_key = map(int, kwargs["output_mask"][:2])
     return _scores(query, key) * query[3] * (1 + need_query + need_key)
+
+
+@register_flop_formula(operators.attention_jvp)
+def _attention_jvp(query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
+    tangents = [int(x is not None) for x in rest[5:]]  # behind masks, seed, out and lse: those of the inputs
+    moved = int(any(tangents[:2] + tangents[3:]))
+    # Q Kᵀ again; tQ Kᵀ, Q tKᵀ; tP V, P tV.
+    return _scores(query, key) * (query[3] * (1 + sum(tangents[:2])) + value[3] * (moved + tangents[2]))
+
+
+@register_flop_formula(operators.attention_backward_jvp)
+def _attention_backward_jvp(
+    grad_out: Shape | None, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape, *rest: Any, **kwargs: Any
+) -> int:
+    tangents = [int(x is not None) for x in rest[5:]]
+    t_query, t_key, t_value, t_grad_out = *tangents[:3], tangents[7]
+    moved, sent = int(any(tangents[:2] + tangents[3:7])), int(grad_out is not None)
+    need = list(map(int, kwargs["output_mask"]))
+    # Q Kᵀ, tQ Kᵀ, Q tKᵀ; tdS K, dS tK; tdSᵀ Q, dSᵀ tQ.
+    wide = 1 + t_query + t_key + need[0] * (1 + t_key) + need[1] * (1 + t_query)
+    # dO Vᵀ, dO tVᵀ, tdO Vᵀ; tPᵀ dO, Pᵀ tdO; tP V, P tV.
+    deep = sent * (1 + t_value) + t_grad_out + need[2] * (moved * sent + t_grad_out) + need[7] * (moved + t_value)
+    return _scores(query, key) * (query[3] * wide + value[3] * deep)
 
 
 def _layer(
@@ -94,7 +127,8 @@ def _multi_head_attention_backward(
     projections, head_dim, query_heads, key_heads = _layer(query, key, in_proj_weight, out_proj_weight, kwargs)
     need, shared = list(map(int, kwargs["output_mask"])), kwargs.get("shared_inputs", 0)
     sources = ((0, 1, 2), (0, 1, 1), (0, 0, 0))[shared]  # whose gradient holds that of query, key and value
-    count = projections[3] * (1 + need[5])  # dO, dW_O
+    beyond = int(any(need[:5] + need[7:]))  # something before the output projection has a gradient
+    count = projections[3] * (beyond + need[5])  # dO, dW_O
     for projection, source in zip(projections, sources, strict=False):
         count += projection * (need[source] + need[3])  # dX, dW
-    return count + _scores(query_heads, key_heads) * 5 * head_dim
+    return count + beyond * _scores(query_heads, key_heads) * 5 * head_dim

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, Case, build, exact, lies_like, ops, run
-from layer_cases import last_hidden, sequence
+from cases import Case, build, exact, lies_like, ops, run
+from layer_cases import sequence
+from operator_cases import layer_tensors
 from tolerances import assert_within, attention_limits, roundoff
-from torch import Tensor
 
 NAMES = (
     "attention",
@@ -30,53 +29,18 @@ CASES = [
 ]
 
 
-def needing_gradients(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    return [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
-
-
-def layer_tensors(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor | None]:
-    shapes = [(24, 12), (24,), (12, 12), (12,)]
-    return [torch.randn(s).to(dtype).requires_grad_() if bias or len(s) > 1 else None for s in shapes]
-
-
-# -------------------------------------------------------------------------------------------------------------- opcheck
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_opcheck_attention(case: Case) -> None:
-    problem = build(case)
-    torch.library.opcheck(ops.attention.default, needing_gradients(problem.tensors), problem.options)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("with_lse", [True, False])
-def test_opcheck_attention_backward(case: Case, with_lse: bool) -> None:
-    problem = build(case)
-    out, lse = ops.attention(*problem.tensors, **problem.options)
-    floats = [problem.attn_mask, problem.key_padding_mask]
-    wanted = [True, True, True, *[m is not None and m.is_floating_point() for m in floats], False, False]
-    arguments = (problem.grad_out, problem.grad_lse if with_lse else None, *problem.tensors, out, lse)
-    torch.library.opcheck(ops.attention_backward.default, arguments, {**problem.options, "output_mask": wanted})
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("weights", [0, 1, 2])
-def test_opcheck_attention_for_backward(case: Case, weights: int) -> None:
+def test_results_for_backward_are_the_operators_own(case: Case, weights: int) -> None:
     problem = build(case)
-    options = {**problem.options, "weights": weights}
-    torch.library.opcheck(ops.attention_for_backward.default, needing_gradients(problem.tensors), options)
-    out, lse, matrix, rounding = ops.attention_for_backward(*problem.tensors, **options)
+    out, lse, matrix, _ = ops.attention_for_backward(*problem.tensors, **problem.options, weights=weights)
     if weights:
         want = ops.attention_with_weights(*problem.tensors, **problem.options, average=weights == 1)
         assert all(torch.equal(a, b) for a, b in zip((out, lse, matrix), want, strict=True))
     else:
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip((out, lse), ops.attention(*problem.tensors, **problem.options), strict=True)
-        )
+        want = ops.attention(*problem.tensors, **problem.options)
+        assert all(torch.equal(a, b) for a, b in zip((out, lse), want, strict=True))
         assert matrix.shape == (0,)
-    wanted = [True, True, True, False, False, False, False]
-    arguments = (problem.grad_out, problem.grad_lse, *problem.tensors, out, lse)
-    backward = {**problem.options, "output_mask": wanted, "rounding": rounding}
-    torch.library.opcheck(ops.attention_backward.default, arguments, backward)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -94,39 +58,6 @@ def test_output_and_rounding_together_are_the_output(dtype: torch.dtype, weights
         assert_within(whole, want, limit + roundoff(torch.bfloat16) * roundoff(dtype) * want.abs())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("average", [True, False])
-def test_opcheck_attention_with_weights_and_its_backward(case: Case, average: bool) -> None:
-    problem = build(case)
-    rest = (problem.attn_mask, problem.key_padding_mask)
-    options = {**problem.options, "average": average}
-    torch.library.opcheck(ops.attention_with_weights.default, needing_gradients(problem.tensors), options)
-    _, lse, weights = ops.attention_with_weights(*problem.tensors, **options)
-    wanted = [True, True, *[m is not None and m.is_floating_point() for m in rest], False, False]
-    arguments = (torch.randn_like(weights), problem.query, problem.key, *rest, problem.dropout_seed, lse)
-    torch.library.opcheck(ops.attention_weights_backward.default, arguments, {**options, "output_mask": wanted})
-
-
-@pytest.mark.parametrize("shared", [0, 1, 2])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_opcheck_multi_head_attention_and_its_backward(shared: int, batch_first: bool, bias: bool) -> None:
-    inputs = [torch.randn(2, 5, 12), torch.randn(2, 5, 12), torch.randn(2, 5, 12)][: 3 - shared]
-    inputs += [inputs[-1]] * shared
-    length = 5 if batch_first else 2
-    batch = 2 if batch_first else 5
-    weights = layer_tensors(bias=bias)
-    masks = (torch.randn(batch, 1, length, length), last_hidden(batch, length), None)
-    options: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "shared_inputs": shared, "batch_first": batch_first}
-    torch.library.opcheck(ops.multi_head_attention.default, (*inputs, *weights, *masks), {**options, "causal": 1})
-    with torch.no_grad():
-        out, *saved = ops.multi_head_attention(*inputs, *weights, *masks, **options)
-    wanted = [True, shared < 2, shared < 1, True, bias, True, bias, True, False]
-    backward = {**options, "dropout_p": 0.0, "causal": 0, "scale": None, "output_mask": wanted}
-    arguments = (torch.randn_like(out), *inputs, *[w if w is None else w.detach() for w in weights], *masks, *saved)
-    torch.library.opcheck(ops.multi_head_attention_backward.default, arguments, backward)
-
-
 # ---------------------------------------------------------------------------------------------------- meta and schemas
 def test_every_operator_has_a_kernel_for_every_key_that_matters() -> None:
     """CPU, Meta, gradients and other devices, whether registered for that key or for a group of keys."""
@@ -136,18 +67,6 @@ def test_every_operator_has_a_kernel_for_every_key_that_matters() -> None:
         for key in ("CPU", "Meta", "AutogradCPU", "AutogradCUDA", "CUDA", "AutocastCPU", "FuncTorchBatched"):
             if key not in ("AutocastCPU", "FuncTorchBatched") or not name.endswith("backward"):
                 assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), key), (name, key)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_meta_shapes_strides_and_dtypes_are_the_real_ones(layout: str, dtype: torch.dtype) -> None:
-    problem = build(Case(2, 4, 2, 5, 7, 8, 6, dtype, "float32:1HTS", "float32", 1, layout=layout))
-    moved = build(problem.case)
-    for name in ("query", "key", "value", "grad_out", "grad_lse", "attn_mask", "key_padding_mask"):
-        setattr(moved, name, getattr(problem, name).to("meta"))
-    real, fake = run(problem), run(moved)
-    for a, b in zip([real[0], real[1], *real[2].values()], [fake[0], fake[1], *fake[2].values()], strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) and b.device.type == "meta"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -113,10 +113,3 @@ def call(**changes: Any) -> Any:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"paged_attention: .*{message}"):
         call(**changes)
-
-
-def test_opcheck() -> None:
-    key, value, table = pages(16, 8, torch.float32, seed=0)
-    stop = torch.tensor(LENGTHS, dtype=torch.int32)[:, None]
-    arguments = (torch.randn(BATCH, HEADS, 1, 8), key.nan_to_num(), value.nan_to_num(), table)
-    torch.library.opcheck(_ops.operators.paged_attention.default, (*arguments, torch.stack((stop * 0, stop))))

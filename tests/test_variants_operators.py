@@ -2,79 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from cases import DTYPES, Case, Problem, build, exact, ops, run
+from cases import DTYPES, Case, build, exact, ops, run
+from operator_cases import KINDS, needing_gradients, problem_of
 from tolerances import assert_within, attention_limits, double_limit, roundoff, sum_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
-
-WINDOWS = {"window_left": 2, "window_right": 1}
-KINDS: dict[str, dict[str, Any]] = {
-    "window": WINDOWS,
-    "window from the end": {**WINDOWS, "causal": 3},
-    "causal window": {"window_left": 2, "causal": 2},
-    "range": {"key_range": "B"},
-    "shared range": {"key_range": "1"},
-    "bias": {"relative_bias": (2, 4)},
-    "shared bias": {"relative_bias": (1, 1)},
-    "sink": {"sink": True},
-    "softcap": {"softcap": 1.5},
-    "all": {"key_range": "B", "relative_bias": (1, 4), "sink": True, "softcap": 1.5, "window_left": 4, "causal": 3},
-}
-FLOATING = ("relative_bias", "sink")
-
-
-def problem_of(name: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Problem, dict[str, Any]]:
-    """A problem and every option of its call."""
-    case = Case(**{**Case(2, 4, 2, 5, 7, 8, 6, dtype).__dict__, **sizes})
-    problem, kind = build(case), dict(KINDS[name])
-    options = {**problem.options, **kind}
-    if "key_range" in kind:
-        first = torch.randint(0, 3, (2 if kind["key_range"] == "B" else 1, case.T))
-        options["key_range"] = torch.stack([first, first + torch.randint(0, case.keys, first.shape)]).int()
-    if "relative_bias" in kind:
-        options["relative_bias"] = torch.randn(*kind["relative_bias"], case.T + case.keys - case.appended - 1)
-    if "sink" in kind:
-        options["sink"] = torch.randn(case.H)
-    return problem, options
-
-
-def needing_gradients(tensors: Any) -> Any:
-    if isinstance(tensors, dict):
-        return {n: x.detach().requires_grad_() if n in FLOATING else x for n, x in tensors.items()}
-    return [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("window", torch.float32), ("shared range", torch.float32), ("all", torch.float32), ("all", torch.bfloat16)],
-)
-def test_opcheck(name: str, dtype: torch.dtype) -> None:
-    """Every operator that takes them, with gradients where they are floating."""
-    problem, options = problem_of(name, dtype, mask="bool:B1TS")
-    leaves = needing_gradients(options)
-    torch.library.opcheck(ops.attention.default, needing_gradients(problem.tensors), leaves)
-    out, lse, _, rounding = ops.attention_for_backward(*problem.tensors, **options)
-    wanted = [True, True, True, False, False, "relative_bias" in options, "sink" in options]
-    arguments = (problem.grad_out, problem.grad_lse, *problem.tensors, out, lse)
-    backward = {**options, "output_mask": wanted, "rounding": rounding}
-    torch.library.opcheck(ops.attention_backward.default, arguments, backward)
-
-
-@pytest.mark.parametrize(("name", "average"), [("range", False), ("all", True)])
-def test_opcheck_with_weights(name: str, average: bool) -> None:
-    problem, options = problem_of(name)
-    options = {**options, "average": average}
-    torch.library.opcheck(
-        ops.attention_with_weights.default, needing_gradients(problem.tensors), needing_gradients(options)
-    )
-    _, lse, weights = ops.attention_with_weights(*problem.tensors, **options)
-    wanted = [True, True, False, False, "relative_bias" in options, "sink" in options]
-    arguments = (torch.randn_like(weights), problem.query, problem.key, None, None, None, lse)
-    torch.library.opcheck(ops.attention_weights_backward.default, arguments, {**options, "output_mask": wanted})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
