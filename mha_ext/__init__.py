@@ -8,6 +8,9 @@
 torch.Size([2, 10, 32])
 """
 
+import contextlib as _contextlib
+import sys as _sys
+
 from mha_ext import _decompositions as _decompositions  # registers what ONNX export uses
 from mha_ext import _flops as _flops  # registers the operation counts
 from mha_ext import errors, functional, reference
@@ -28,6 +31,11 @@ from mha_ext.grouping import to_grouped_query
 from mha_ext.layer_cached import CrossCache
 from mha_ext.module import MultiheadAttention
 from mha_ext.rotary import RotaryEmbedding
+
+if "torch.distributed.tensor" in _sys.modules:  # else a program that wants it imports mha_ext.distributed
+    # It needs what PyTorch may move from release to release: mha_ext.distributed then raises, and the rest works.
+    with _contextlib.suppress(ImportError, AttributeError):
+        from mha_ext import _sharding as _sharding  # registers how DTensors are cut
 
 __version__ = "0.1.0"
 

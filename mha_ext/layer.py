@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
 
 def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: int, device: torch.device) -> Options:
-    """The options with the masks in the operators' conventions and, where there is dropout, a seed drawn for it.
+    """The options with the masks in the operators' conventions and, where there is dropout, a seed, drawn if not given.
 
     Raises:
         TypeError: a mask is neither bool nor floating point.
@@ -69,7 +69,7 @@ def resolve(where: str, options: Options, sizes: checks.LayerSizes, num_heads: i
     seed = None
     if dropout_p != 0.0:
         checks.dropout_probability(where, "dropout", dropout_p)
-        seed = draw_seed(device)
+        seed = draw_seed(device) if options.dropout_seed is None else options.dropout_seed
     _, _, _, _, causal, need_weights, average, _, window, softcap, sink, key_range = options
     seen = (window, softcap, sink, key_range)
     # Not _replace: a short sequence would notice.

@@ -34,7 +34,7 @@ CPU_DOORS = {
 KERNEL_SYSTEM_HEADERS = {"stdint.h", "stddef.h", "immintrin.h"}
 
 # The way down through the package: each imports only from those after it. Other modules must just not go in circles.
-SPINE = ["generate", "demo", "__init__", "grouping", "convert", "module", "functional", "_ops", "_C"]
+SPINE = ["generate", "demo", "__init__", "grouping", "convert", "distributed", "module", "functional", "_ops", "_C"]
 
 
 def relative(path: Path) -> str:

@@ -1,5 +1,4 @@
-"""Function transforms, export, checkpointing, Python threads and fork: right values or a clear refusal, never
-wrong ones."""
+"""Function transforms, export, Python threads and fork: right values or a clear refusal, never wrong ones."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from switches import threads
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils.checkpoint import checkpoint
 
 from mha_ext import reference
 
@@ -247,26 +245,6 @@ def test_export_with_dynamic_batch_and_length() -> None:
     y = sequence(3, 7)
     same(program.module()(y), wrapped(y))
     same(program.run_decompositions().module()(y), wrapped(y))
-
-
-# ------------------------------------------------------------------------------------------------ checkpoint and copies
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_checkpointing_replays_dropout(reentrant: bool, need_weights: bool) -> None:
-    module, x = make(dropout=0.3), sequence(2, 9)
-    results = []
-    for recompute in (False, True):
-        leaf = x.clone().requires_grad_()
-        torch.manual_seed(1)
-
-        def call(y: Tensor) -> Tensor:
-            return module(y, y, y, need_weights=need_weights)[0]
-
-        out = checkpoint(call, leaf, use_reentrant=reentrant) if recompute else call(leaf)
-        results.append(
-            torch.autograd.grad(out.sum(), leaf)[0] if not reentrant else (out.sum().backward(), leaf.grad)[1]
-        )
-    assert torch.equal(*results)
 
 
 # ----------------------------------------------------------------------------------------------------- threads and fork
