@@ -16,7 +16,6 @@ from layer_cases import SHARED_HEADS, VARIANTS, causal_mask, inputs_for, last_hi
 from module_variant_cases import KEYWORDS, variant
 from operator_cases import ATTENTION, BASE, CALLS, FAMILIES, Attention, Call, ops, with_kind
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -205,7 +204,7 @@ def test_symbolic_sizes_stay_open() -> None:
     shapes = ((6, 4, 11, 8), (6, 2, 13, 8), (6, 2, 13, 8), (6, 1, 11, 13), (6, 13))
     q, k, v, mask, padding = [mode.from_tensor(torch.empty(*shape)) for shape in shapes]
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
-    with mode, enable_python_dispatcher():
+    with mode:
         leaves = [x.requires_grad_() for x in (q, k, v, mask)]
         out, lse = ops.attention(*leaves, padding, causal=1)
         grads = torch.autograd.grad((out.sum() + lse.sum()), leaves)
@@ -221,7 +220,7 @@ def test_symbolic_sizes_stay_open() -> None:
 def test_sizes_that_nobody_knows(masks: bool) -> None:
     """Batch and lengths that depend on data."""
     env = ShapeEnv()
-    with FakeTensorMode(shape_env=env), enable_python_dispatcher():
+    with FakeTensorMode(shape_env=env):
         batch, queries, keys = (env.create_unbacked_symint() for _ in range(3))
         for n in (batch, queries, keys):
             torch._check(n >= 2)
