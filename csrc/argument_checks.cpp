@@ -53,7 +53,8 @@ void check_mask_kind(const Argument& argument, const at::Tensor& mask, const at:
 bool broadcasts(const at::Tensor& mask, c10::SymIntArrayRef shape) {
   if (mask.dim() != static_cast<int64_t>(shape.size())) return false;
   for (size_t i = 0; i < shape.size(); ++i) {
-    if (mask.sym_size(static_cast<int64_t>(i)) != 1 && mask.sym_size(static_cast<int64_t>(i)) != shape[i]) return false;
+    // The full size first: compared with 1, a size that depends on data could not be traced. So below.
+    if (mask.sym_size(static_cast<int64_t>(i)) != shape[i] && mask.sym_size(static_cast<int64_t>(i)) != 1) return false;
   }
   return true;
 }
@@ -71,7 +72,7 @@ void check_masks(const char* function, const at::Tensor& attn_mask, const at::Te
     const Argument argument{function, "key_padding_mask"};
     check_mask_kind(argument, key_padding_mask, query);
     check_rank(argument, key_padding_mask, 2, "(batch, key length)");
-    TORCH_CHECK_VALUE(key_padding_mask.sym_size(0) == 1 || key_padding_mask.sym_size(0) == sizes.batch, argument,
+    TORCH_CHECK_VALUE(key_padding_mask.sym_size(0) == sizes.batch || key_padding_mask.sym_size(0) == 1, argument,
                       " have batch size 1 or ", sizes.batch, " (size 0), got ", key_padding_mask.sym_size(0));
     check_size(argument, key_padding_mask, 1, sizes.keys, "key length");
   }

@@ -18,7 +18,7 @@ void check_variants(const char* function, const Variants& v, const PairSizes& si
     check_device(argument, v.key_range, query);
     check_rank(argument, v.key_range, 3, "(2, batch, query length)");
     check_size(argument, v.key_range, 0, 2, "a first and a last bound:");
-    TORCH_CHECK_VALUE(v.key_range.sym_size(1) == 1 || v.key_range.sym_size(1) == sizes.batch, argument,
+    TORCH_CHECK_VALUE(v.key_range.sym_size(1) == sizes.batch || v.key_range.sym_size(1) == 1, argument,
                       " have batch size 1 or ", sizes.batch, " (size 1), got ", v.key_range.sym_size(1));
     check_size(argument, v.key_range, 2, sizes.queries, "query's length");
   }

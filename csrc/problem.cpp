@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/rsub.h>
 
 namespace mha_ext::pairs {
 
@@ -20,7 +21,7 @@ Problem make_problem(const AttentionArguments& a, const Part& part) {
   const at::Tensor scores = capped(a, products);
   if (const double cap = softcap_of(a); cap > 0) {
     p.capped = scores;
-    const at::Tensor slope = 1 - (scores / cap).square();
+    const at::Tensor slope = at::rsub((scores / cap).square(), 1);  // 1 - x fills in place: ONNX export refuses
     p.cap_slope = p.hidden.defined() ? slope.masked_fill(p.hidden, 0) : slope;
   }
   if (a.variants.sink.defined()) p.sink = sink_in(a, dtype);

@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 def broadcasts(shape: torch.Size, full: tuple[int, ...]) -> bool:
     """Whether a shape is broadcastable to another."""
     aligned = zip(reversed(shape), reversed(full), strict=False)
-    return len(shape) <= len(full) and all(size in (1, whole) for size, whole in aligned)
+    return len(shape) <= len(full) and all(size in (whole, 1) for size, whole in aligned)
 
 
 def flatten_leading(x: Tensor, lead: int, batch: tuple[int, ...]) -> Tensor:

@@ -72,16 +72,17 @@ def layer_mask(where: str, mask: Tensor, sizes: tuple[int, int, int, int], devic
     batch, num_heads, num_queries, num_keys = sizes
     shape = mask.shape
     rank = len(shape)
-    fits = rank in (1, 2, 3, 4) and shape[-1] in (1, num_keys) and (rank == 1 or shape[-2] in (1, num_queries))
+    # The full size first: compared with 1, a size that depends on data could not be traced.
+    fits = rank in (1, 2, 3, 4) and shape[-1] in (num_keys, 1) and (rank == 1 or shape[-2] in (num_queries, 1))
     if fits and rank == 3:
-        if shape[0] in (1, batch):
+        if shape[0] in (batch, 1):
             mask = mask.unsqueeze(1)
         elif shape[0] == batch * num_heads:
             mask = mask.view(batch, num_heads, *shape[1:])
         else:
             fits = False
     elif fits and rank == 4:
-        fits = shape[0] in (1, batch) and shape[1] in (1, num_heads)
+        fits = shape[0] in (batch, 1) and shape[1] in (num_heads, 1)
     elif fits:
         mask = mask.view(1, 1, *shape) if rank == 2 else mask.view(1, 1, 1, *shape)
     if not fits:
@@ -106,7 +107,7 @@ def layer_padding(where: str, mask: Tensor, batch: int, num_keys: int, device: t
     shape = mask.shape
     if len(shape) == 1 and shape[0] == num_keys:
         return mask.unsqueeze(0)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_keys:
+    if len(shape) != 2 or shape[0] not in (batch, 1) or shape[1] != num_keys:
         expected = f"(B, S) = {(batch, num_keys)} or (S,) = {(num_keys,)}"
         raise InvalidValueError(f"{where}: key_padding_mask must have shape {expected}, got {tuple(shape)}")
     return mask

@@ -1,4 +1,4 @@
-"""Function transforms, export, Python threads and fork: right values or a clear refusal, never wrong ones."""
+"""Function transforms, Python threads and fork: right values or a clear refusal, never wrong ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cases import Case, build, kept, merged_bias, ops
 from layer_cases import exact_layer, last_hidden, make, sequence
 from switches import threads
 from tolerances import assert_within, double_limit
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from mha_ext import reference
@@ -227,26 +227,6 @@ def test_log_sum_exp_alone_has_second_derivatives_and_none_for_values() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- export
-class Alone(nn.Module):
-    """Self-attention of one tensor, the output only."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x, need_weights=False, is_causal=True)[0]
-
-
-def test_export_with_dynamic_batch_and_length() -> None:
-    wrapped = Alone(make()).eval()
-    dims = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=64)}
-    program = torch.export.export(wrapped, (sequence(2, 5),), dynamic_shapes=(dims,))
-    y = sequence(3, 7)
-    same(program.module()(y), wrapped(y))
-    same(program.run_decompositions().module()(y), wrapped(y))
-
-
 # ----------------------------------------------------------------------------------------------------- threads and fork
 def cpu_seconds_by_thread() -> dict[int, float]:
     seconds = {}
