@@ -51,6 +51,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# On longer sequences.
+MORE = {"segments": {"segments": "pair"}, "prefix": {"causal": UPPER_LEFT, "prefix": 20}}
+
+
+def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """With parameters of float32 where the call is not in float64."""
+    if dtype == torch.float64:
+        return options
+    return {n: x.replace("float64", "float32") if isinstance(x, str) else x for n, x in options.items()}
+
 
 @dataclass
 class Twins:

@@ -15,12 +15,14 @@ import torch
 from cases import DTYPES, LOWER_RIGHT, UPPER_LEFT, Case, build, ops
 from derivative_cases import (
     LAYERS,
+    MORE,
     OPTIONS,
     SMALL,
     Layer,
     along,
     attention_twins,
     gradient,
+    in_dtype,
     layer,
     like,
     loss,
@@ -34,19 +36,11 @@ from switches import threads
 from tolerances import assert_within
 from torch import Tensor
 from torch.autograd import gradgradcheck
+from torch.func import grad, jvp
 from variant_cases import Call, Variant, exact, make
 
 import mha_ext
 from mha_ext.functional import scaled_dot_product_attention
-
-MORE = {"segments": {"segments": "pair"}, "prefix": {"causal": UPPER_LEFT, "prefix": 20}}
-
-
-def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """With parameters of float32 where the call is not in float64."""
-    if dtype == torch.float64:
-        return options
-    return {n: x.replace("float64", "float32") if isinstance(x, str) else x for n, x in options.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -335,3 +329,67 @@ def test_gradient_penalty_of_a_layer_with_dropout() -> None:
     near = [penalty(x + sign * 1e-5 * step).detach() for sign in (1, -1)]
     want = (near[0] - near[1]) / 2e-5
     assert_within((got * step).sum(), want, 1e-6 * float(want.abs()))
+
+
+# ----------------------------------------------------------------------------------------------------------- what cannot
+def test_outside_of_a_compiled_function_is_refused_and_inside_works() -> None:
+    """AOTAutograd compiles one backward; ``torch.func`` inside of the compiled function, or the eager backend, do it."""
+    torch._dynamo.reset()
+    x, key, value = like([torch.empty(1, 2, 3, 4, dtype=torch.float64)] * 3, 1)
+
+    def total(q: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, key, value, is_causal=True).square().sum()
+
+    def penalty_gradient(function: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    want = penalty_gradient(total)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        penalty_gradient(torch.compile(total, backend="aot_eager"))
+    same(penalty_gradient(torch.compile(total, backend="eager")), want)
+    inside = torch.compile(lambda q: grad(lambda p: grad(total)(p).square().sum())(q), backend="aot_eager")
+    same(inside(x), want)
+
+
+def test_a_tensor_changed_between_the_two_backwards_is_noticed() -> None:
+    """Inputs, and gradients that were sent, are read again: their version is checked."""
+    for changed in ("key", "grad_out"):
+        query, key, grad_out = like([torch.empty(1, 2, 3, 4, dtype=torch.float64)] * 3, 1)
+        leaf, tensors = query.requires_grad_(), {"key": key, "grad_out": grad_out.requires_grad_() * 1}
+        out = scaled_dot_product_attention(leaf, key, key)
+        (first,) = torch.autograd.grad(out, leaf, tensors["grad_out"], create_graph=True)
+        with torch.no_grad():
+            tensors[changed].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.sum().backward()
+
+
+def test_a_graph_serves_once_unless_it_is_kept() -> None:
+    (leaf,) = like([torch.empty(1, 2, 3, 4, dtype=torch.float64)], 1)
+    leaf.requires_grad_()
+    out = scaled_dot_product_attention(leaf, leaf, leaf)
+    (first,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    kept = torch.autograd.grad(first.sum(), leaf, retain_graph=True)
+    same(torch.autograd.grad(first.sum(), leaf), kept)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(first.sum(), leaf)
+
+
+@pytest.mark.parametrize("kind", ["backward", "torch.func.grad", "torch.func.jvp"])
+def test_pages_of_a_cache_have_no_derivatives(kind: str) -> None:
+    """The error names what has: attention on the gathered pages."""
+    query, pages = like([torch.empty(1, 2, 1, 4), torch.empty(3, 2, 4, 4)], 1)
+    table, key_range = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([[[0]], [[5]]], dtype=torch.int32)
+
+    def total(q: Tensor) -> Tensor:
+        return ops.paged_attention(q, pages, pages, table, key_range)[0].sum()
+
+    calls = {
+        "backward": lambda: total(query.clone().requires_grad_()),
+        "torch.func.grad": lambda: grad(total)(query),
+        "torch.func.jvp": lambda: jvp(total, (query,), (query,)),
+    }
+    with pytest.raises(NotImplementedError, match=r"paged_attention: .*gather the pages and call attention"):
+        calls[kind]()
