@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, jvp
 from variant_cases import HEADS_AND_NUMBERS, Call, Variant, make
 from variant_truth import dense
 
-from mha_ext import _ops, reference
+from mha_ext import reference, seeds
 from mha_ext.functional import scaled_dot_product_attention
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -85,7 +85,7 @@ def drawn_keep(call: Call) -> Tensor | None:
     if not call.variant.dropout_p:
         return None
     torch.manual_seed(call.seed)
-    return kept(call.variant, _ops.draw_seed(torch.device("cpu")))
+    return kept(call.variant, seeds.draw_seed(torch.device("cpu")))
 
 
 def attention_twins(case: Variant, seed: int = 0) -> Twins:
@@ -132,7 +132,7 @@ def _operator_twins(case: Variant, seed: int) -> Twins:
 
 
 def small_twins(name: str, **more: Any) -> Twins:
-    return attention_twins(replace(SMALL, **OPTIONS[name], **more))
+    return attention_twins(replace(SMALL, **{**OPTIONS[name], **more}))
 
 
 # --------------------------------------------------------------------------------------------------------------- layers

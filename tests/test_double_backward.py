@@ -36,7 +36,7 @@ from switches import threads
 from tolerances import assert_within
 from torch import Tensor
 from torch.autograd import gradgradcheck
-from torch.func import grad, jvp
+from torch.func import functional_call, grad
 from variant_cases import Call, Variant, exact, make
 
 import mha_ext
@@ -297,7 +297,7 @@ def test_gradgradcheck_of_the_layer(need_weights: bool) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_unseen_inputs_of_the_layer_may_hold_anything(need_weights: bool) -> None:
-    """NaN in the padding of a memory."""
+    """NaN in the padding of a memory: second derivatives, and ``torch.func.grad``, see zeros there."""
     module = mha_ext.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     query, memory = like([torch.empty(2, n, 8, dtype=torch.float64) for n in (3, 5)], 1)
     hidden = torch.arange(5) >= torch.tensor([[5], [3]])
@@ -308,7 +308,14 @@ def test_unseen_inputs_of_the_layer_may_hold_anything(need_weights: bool) -> Non
         out = module(leaf, key, key, key_padding_mask=hidden, need_weights=need_weights)[0]
         (first,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
         wanted = [leaf, module.in_proj_weight, module.in_proj_bias, module.out_proj.weight]
-        results.append(torch.autograd.grad(first.square().sum(), wanted))
+        second = torch.autograd.grad(first.square().sum(), wanted)
+
+        def total(p: dict[str, Tensor], key: Tensor = key) -> Tensor:
+            options = {"key_padding_mask": hidden, "need_weights": need_weights}
+            return functional_call(module, p, (query, key, key), options)[0].square().sum()
+
+        parameters = {n: p.detach() for n, p in module.named_parameters()}
+        results.append((*second, *grad(total)(parameters).values()))
     same(results[1], results[0])
 
 
@@ -331,9 +338,9 @@ def test_gradient_penalty_of_a_layer_with_dropout() -> None:
     assert_within((got * step).sum(), want, 1e-6 * float(want.abs()))
 
 
-# ----------------------------------------------------------------------------------------------------------- what cannot
+# ---------------------------------------------------------------------------------------------------------- what cannot
 def test_outside_of_a_compiled_function_is_refused_and_inside_works() -> None:
-    """AOTAutograd compiles one backward; ``torch.func`` inside of the compiled function, or the eager backend, do it."""
+    """AOTAutograd compiles one backward; ``torch.func`` inside of what is compiled, or the eager backend, work."""
     torch._dynamo.reset()
     x, key, value = like([torch.empty(1, 2, 3, 4, dtype=torch.float64)] * 3, 1)
 
@@ -375,21 +382,3 @@ def test_a_graph_serves_once_unless_it_is_kept() -> None:
     same(torch.autograd.grad(first.sum(), leaf), kept)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(first.sum(), leaf)
-
-
-@pytest.mark.parametrize("kind", ["backward", "torch.func.grad", "torch.func.jvp"])
-def test_pages_of_a_cache_have_no_derivatives(kind: str) -> None:
-    """The error names what has: attention on the gathered pages."""
-    query, pages = like([torch.empty(1, 2, 1, 4), torch.empty(3, 2, 4, 4)], 1)
-    table, key_range = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([[[0]], [[5]]], dtype=torch.int32)
-
-    def total(q: Tensor) -> Tensor:
-        return ops.paged_attention(q, pages, pages, table, key_range)[0].sum()
-
-    calls = {
-        "backward": lambda: total(query.clone().requires_grad_()),
-        "torch.func.grad": lambda: grad(total)(query),
-        "torch.func.jvp": lambda: jvp(total, (query,), (query,)),
-    }
-    with pytest.raises(NotImplementedError, match=r"paged_attention: .*gather the pages and call attention"):
-        calls[kind]()

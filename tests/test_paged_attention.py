@@ -8,6 +8,7 @@ import pytest
 import torch
 from switches import cpu_capability, threads
 from torch import Tensor
+from torch.func import grad, jvp
 
 import mha_ext
 from mha_ext import _ops
@@ -113,3 +114,21 @@ def call(**changes: Any) -> Any:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"paged_attention: .*{message}"):
         call(**changes)
+
+
+@pytest.mark.parametrize("kind", ["backward", "torch.func.grad", "torch.func.jvp"])
+def test_pages_of_a_cache_have_no_derivatives(kind: str) -> None:
+    """The error names what has: attention on the gathered pages."""
+    query, pool = torch.randn(1, 2, 1, 4), torch.randn(3, 2, 4, 4)
+    table, key_range = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([[[0]], [[5]]], dtype=torch.int32)
+
+    def total(q: Tensor) -> Tensor:
+        return _ops.paged_attention(q, pool, pool, table, key_range)[0].sum()
+
+    calls = {
+        "backward": lambda: total(query.clone().requires_grad_()),
+        "torch.func.grad": lambda: grad(total)(query),
+        "torch.func.jvp": lambda: jvp(total, (query,), (query,)),
+    }
+    with pytest.raises(NotImplementedError, match=r"paged_attention: .*gather the pages and call attention"):
+        calls[kind]()

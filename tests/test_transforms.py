@@ -1,4 +1,4 @@
-"""Function transforms, Python threads and fork: right values or a clear refusal, never wrong ones."""
+"""Gradients of every parameter, Python threads and fork: right values or a clear refusal, never wrong ones."""
 
 from __future__ import annotations
 
@@ -7,46 +7,16 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
-from cases import Case, build, kept, merged_bias, ops
-from layer_cases import exact_layer, last_hidden, make, sequence
+from cases import ops
+from layer_cases import make, sequence
 from switches import threads
 from tolerances import assert_within, double_limit
 from torch import Tensor
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-
-from mha_ext import reference
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"causal": 1, "mask": "bool:B1TS"},
-    {"mask": "float64:1HTS", "padding": "bool", "causal": 2},
-    {"dropout_p": 0.3},
-    {"H_kv": 1, "appended": 1},
-]
-
-
-def functions(options: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Ours and the reference as functions of query, key and value, and those."""
-    problem = build(Case(**{**Case(2, 2, None, 4, 6, 4, 3, torch.float64).__dict__, **options}))
-    bias, keep = (
-        merged_bias(problem.case, problem.attn_mask, problem.key_padding_mask),
-        kept(problem.case, problem.dropout_seed),
-    )
-    rest = (problem.attn_mask, problem.key_padding_mask, problem.dropout_seed)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(q, k, v, *rest, **problem.options)[0]
-
-    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.attention(q, k, v, bias, keep=keep, dropout_p=problem.case.dropout_p)[0]
-
-    return ours, theirs, (problem.query, problem.key, problem.value)
+from torch.func import functional_call
 
 
 def same(got: Any, want: Any) -> None:
@@ -55,105 +25,6 @@ def same(got: Any, want: Any) -> None:
     else:
         for a, b in zip(got, want, strict=True):
             same(a, b)
-
-
-# ------------------------------------------------------------------------------------------------------- torch.func
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_forward_mode(options: dict[str, Any]) -> None:
-    ours, theirs, inputs = functions(options)
-    tangents = tuple(torch.randn_like(x) for x in inputs)
-    same(jvp(ours, inputs, tangents), jvp(theirs, inputs, tangents))
-    with forward_ad.dual_level():
-        for i in range(3):
-            duals = [
-                forward_ad.make_dual(x, t) if i == j else x
-                for j, (x, t) in enumerate(zip(inputs, tangents, strict=True))
-            ]
-            got, want = forward_ad.unpack_dual(ours(*duals)), forward_ad.unpack_dual(theirs(*duals))
-            same(got.tangent, want.tangent)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_reverse_mode_and_jacobians(options: dict[str, Any]) -> None:
-    ours, theirs, inputs = functions(options)
-    cotangent = torch.randn_like(ours(*inputs))
-    same(vjp(ours, *inputs)[1](cotangent), vjp(theirs, *inputs)[1](cotangent))
-    want = jacrev(theirs, (0, 1, 2))(*inputs)
-    same(jacrev(ours, (0, 1, 2))(*inputs), want)
-    same(jacfwd(ours, (0, 1, 2))(*inputs), want)
-
-
-def test_hessian_and_forward_over_reverse() -> None:
-    small = tuple(torch.randn(1, 1, 3, 2, dtype=torch.float64) for _ in range(3))
-    visible = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(q, k, v, causal=1)[0].square().sum()
-
-    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.attention(q, k, v, visible)[0].square().sum()
-
-    same(hessian(ours)(*small), hessian(theirs)(*small))
-    tangents = tuple(torch.ones_like(x) for x in small)
-    same(jvp(grad(ours, (0, 1, 2)), small, tangents), jvp(grad(theirs, (0, 1, 2)), small, tangents))
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, 0), (2, None, None)], ids=str)
-def test_vmap_without_a_fallback(options: dict[str, Any], axes: tuple[int | None, ...]) -> None:
-    ours, _, inputs = functions(options)
-    many = [x if a is None else torch.stack([x, 2 * x, -x], a) for x, a in zip(inputs, axes, strict=True)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = vmap(ours, axes)(*many)
-    same(
-        got,
-        torch.stack(
-            [ours(*[x if a is None else x.select(a, i) for x, a in zip(many, axes, strict=True)]) for i in range(3)]
-        ),
-    )
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_gradients_per_example(need_weights: bool) -> None:
-    """vmap over grad of a functional call with padding, against one example at a time."""
-    module, x, hidden = make(), sequence(3, 5), last_hidden(3, 5)
-    parameters = {n: p.detach() for n, p in module.named_parameters()}
-
-    def loss(p: dict[str, Tensor], example: Tensor, padding: Tensor) -> Tensor:
-        y = example[None]
-        return (
-            functional_call(module, p, (y, y, y), {"need_weights": need_weights, "key_padding_mask": padding[None]})[0]
-            .square()
-            .sum()
-        )
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = vmap(grad(loss), (None, 0, 0))(parameters, x, hidden)
-    for i in range(3):
-        y = x[i : i + 1]
-        twin = make()
-        twin(y, y, y, key_padding_mask=hidden[i : i + 1])[0].square().sum().backward()
-        for name, parameter in twin.named_parameters():
-            assert_within(got[name][i], parameter.grad, double_limit(parameter.grad, 100), name)
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_module_under_forward_mode_and_double_backward(need_weights: bool) -> None:
-    module, x, tangent = make(), sequence(2, 5), sequence(2, 5, seed=9)
-
-    def call(y: Tensor) -> Tensor:
-        return module(y, y, y, need_weights=need_weights)[0]
-
-    out, moved = jvp(call, (x,), (tangent,))
-    step = 1e-6
-    same(out, exact_layer(module, (x, x, x)).out)
-    assert_within(moved, (call(x + step * tangent) - call(x - step * tangent)) / (2 * step), 1e-8)
-    assert torch.autograd.gradcheck(
-        call, (x[:1, :3].clone().requires_grad_(),), check_forward_ad=True, check_batched_grad=True
-    )
-    assert torch.autograd.gradgradcheck(call, (x[:1, :2].clone().requires_grad_(),))
 
 
 @pytest.mark.parametrize(
@@ -176,54 +47,6 @@ def test_gradcheck_of_every_parameter(options: dict[str, Any], need_weights: boo
 
     leaves = [p.detach().requires_grad_() for p in module.parameters()]
     assert torch.autograd.gradcheck(call, (*inputs, mask, *leaves))
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("kind", ["transform", "second"])
-def test_unseen_inputs_may_hold_anything_on_every_road(need_weights: bool, kind: str) -> None:
-    """NaN in the padding of a memory: torch.func.grad and second derivatives see zeros there."""
-    module, query, memory, hidden = make(), sequence(2, 3), sequence(2, 5, seed=2), last_hidden(2, 5)
-    parameters = {n: p.detach() for n, p in module.named_parameters()}
-    results = []
-    for filling in (0.0, float("nan")):
-        key = memory.masked_fill(hidden[..., None], filling)
-        options = {"key_padding_mask": hidden, "need_weights": need_weights}
-        inputs = (query, key, key)
-        if kind == "transform":
-            got = grad(lambda p, x, o: functional_call(module, p, x, o)[0].square().sum())(parameters, inputs, options)
-            results.append(list(got.values()))
-        else:
-            leaf = query.clone().requires_grad_()
-            (first,) = torch.autograd.grad(module(leaf, key, key, **options)[0].square().sum(), leaf, create_graph=True)
-            wanted = [leaf, module.in_proj_weight, module.in_proj_bias, module.out_proj.weight]
-            results.append(torch.autograd.grad(first.square().sum(), wanted))
-    same(results[1], results[0])
-
-
-def test_backward_operator_is_differentiable_in_the_incoming_gradients_alone() -> None:
-    """It is linear in them: its derivative along a direction is its value there."""
-    problem = build(Case(1, 2, 1, 4, 6, 3, dtype=torch.float64, causal=1))
-    out, lse = ops.attention(*problem.tensors, causal=1)
-    sent = [problem.grad_out.clone().requires_grad_(), problem.grad_lse.clone().requires_grad_()]
-
-    def backward(grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...]:
-        wanted = [True, True, True, False, False, False, False]
-        return ops.attention_backward(
-            grad_out, grad_lse, *problem.tensors, out, lse, **problem.options, output_mask=wanted
-        )[:3]
-
-    assert torch.autograd.gradcheck(backward, sent)
-
-
-def test_log_sum_exp_alone_has_second_derivatives_and_none_for_values() -> None:
-    query, key, value = (torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    lse = ops.attention(query, key, value)[1]
-    got = torch.autograd.grad(lse.square().sum(), (query, key, value), create_graph=True, allow_unused=True)
-    want = torch.autograd.grad((query @ key.mT / 3**0.5).logsumexp(-1).square().sum(), (query, key), create_graph=True)
-    same(got[:2], want)
-    assert got[2] is None or not got[2].any()
-    second = torch.autograd.grad(sum(g.square().sum() for g in got[:2]), (query, key))
-    same(second, torch.autograd.grad(sum(g.square().sum() for g in want), (query, key)))
 
 
 # ------------------------------------------------------------------------------------------------------------- export
