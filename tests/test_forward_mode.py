@@ -308,7 +308,10 @@ def test_dropout_of_the_layer_is_that_of_the_forward() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- in compile
-@pytest.mark.parametrize("kind", ["along", "grad of grad", "hessian", "forward over reverse"])
+@pytest.mark.parametrize(
+    "kind",
+    ["forward over reverse", *(pytest.param(n, marks=pytest.mark.long) for n in ("along", "grad of grad", "hessian"))],
+)
 def test_inside_of_a_compiled_function(kind: str) -> None:
     """Second derivatives that ``torch.compile`` cannot take from outside, it can from inside."""
     torch._dynamo.reset()
