@@ -307,6 +307,22 @@ def test_dropout_of_the_layer_is_that_of_the_forward() -> None:
     assert_within(moved, (call(x + 1e-6 * tangent) - call(x - 1e-6 * tangent)) / 2e-6, 1e-8)
 
 
+def test_under_autocast() -> None:
+    """Casts are linear: the tangent is that of inputs and tangents rounded to bfloat16."""
+    call = make(Variant(2, 2, 2, 9, 12, 8))
+    inputs = tuple(call.tensors.values())
+    directions = like(inputs, 6)
+
+    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return scaled_dot_product_attention(*tensors, is_causal=True, return_lse=True)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        got = along(ours, directions)(*inputs)
+    want = along(ours, [d.bfloat16() for d in directions])(*[x.bfloat16() for x in inputs])
+    assert got[0].dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 # ----------------------------------------------------------------------------------------------------------- in compile
 @pytest.mark.parametrize(
     "kind",
