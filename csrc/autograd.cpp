@@ -76,21 +76,31 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   }
 };
 
-// As the node gives them: out, lse and perhaps the weights.
-variable_list differentiated(const AttentionArguments& a, int64_t weights, at::Tensor& rounding) {
-  return apply_function<AttentionFunction>(AttentionCall{a, weights, rounding}, differentiable(a));
-}
-
 AttentionArguments primals_of(const AttentionArguments& a) {
   auto inputs = differentiable(a);
   for (at::Tensor& input : inputs) input = primal_of(input);
   return with_inputs(a, inputs);
 }
 
+// As the node gives them: out, lse and perhaps the weights. `inputs` are those of the call, or what they are without
+// their tangents, which a node keeps for its backward.
+variable_list differentiated(const AttentionArguments& a, const std::array<at::Tensor, kNumGradients>& inputs,
+                             int64_t weights, at::Tensor& rounding) {
+  return apply_function<AttentionFunction>(AttentionCall{a, weights, rounding}, inputs);
+}
+
+ForBackwardResult without_tangents(const AttentionArguments& a, const AttentionArguments& primals) {
+  const auto inputs = differentiable(primals);
+  if (!needs_gradient(inputs)) return compute(primals, kNoWeights);
+  at::Tensor rounding;
+  const variable_list results = differentiated(a, inputs, kNoWeights, rounding);
+  return {results[0], results[1], at::Tensor(), rounding};
+}
+
 // Forward mode: tangents of out and lse, from those of the inputs.
 ForBackwardResult with_tangents(const AttentionArguments& a) {
   const AttentionArguments primals = primals_of(a);
-  const auto [out, lse, weights, rounding] = compute(primals, kNoWeights);
+  const auto [out, lse, weights, rounding] = without_tangents(a, primals);
   ForwardTangents tangents{out, lse, differentiable(a), rounding};
   for (at::Tensor& tangent : tangents.inputs) tangent = tangent_of(tangent);
   const auto [moved_out, moved_lse] = call_attention_jvp(primals, tangents);
@@ -107,7 +117,7 @@ AttentionResult attention_autograd(const AttentionArguments& a) {
   }
   if (needs_gradient(inputs)) {
     at::Tensor rounding;
-    const variable_list results = differentiated(a, kNoWeights, rounding);
+    const variable_list results = differentiated(a, inputs, kNoWeights, rounding);
     return {results[0], results[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -119,7 +129,7 @@ WeightsResult attention_with_weights_autograd(const AttentionArguments& a, bool 
   if (any_tangent(inputs)) return attention_with_weights_math(a, average);
   if (needs_gradient(inputs)) {
     at::Tensor rounding;
-    const variable_list results = differentiated(a, average ? kMeanWeights : kWeightsPerHead, rounding);
+    const variable_list results = differentiated(a, inputs, average ? kMeanWeights : kWeightsPerHead, rounding);
     return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -137,7 +147,7 @@ ForBackwardResult attention_for_backward_autograd(const AttentionArguments& a, i
   if (needs_gradient(inputs)) {
     if (!is_half(a.query)) return attention_for_backward_math(a, weights);
     at::Tensor rounding;
-    const variable_list results = differentiated(a, weights, rounding);
+    const variable_list results = differentiated(a, inputs, weights, rounding);
     return {results[0], results[1], results.size() == 3 ? results[2] : at::empty({0}, a.query.options()), rounding};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

@@ -76,8 +76,10 @@ class BackwardFunction : public torch::autograd::Function<BackwardFunction> {
   }
 };
 
-AttentionGradients differentiated(const AttentionArguments& a, const AttentionCotangents& c) {
-  const variable_list results = apply_function<BackwardFunction>(BackwardCall{a, c}, differentiable(a, c));
+// `inputs` are those of the call, or what they are without their tangents, which the node keeps for its backward.
+AttentionGradients differentiated(const AttentionArguments& a, const AttentionCotangents& c,
+                                  const std::array<at::Tensor, kNumSecondGradients>& inputs) {
+  const variable_list results = apply_function<BackwardFunction>(BackwardCall{a, c}, inputs);
   std::array<at::Tensor, kNumGradients> gradients;
   for (size_t i = 0, next = 0; i < kNumGradients; ++i) {
     if (c.output_mask[i]) gradients[i] = results[next++];
@@ -96,7 +98,9 @@ AttentionGradients with_tangents(const AttentionArguments& a, const AttentionCot
     *tensor = primal_of(*tensor);
   }
   const AttentionArguments primals = with_inputs(a, inputs);
-  const AttentionGradients gradients = call_attention_backward(primals, t.cotangents);
+  const auto constants = differentiable(primals, t.cotangents);
+  const AttentionGradients gradients =
+      needs_gradient(constants) ? differentiated(a, c, constants) : call_attention_backward(primals, t.cotangents);
   const SecondGradients moved = call_attention_backward_jvp(primals, t);
   const auto set = [](const at::Tensor& gradient, const at::Tensor& tangent) {
     if (gradient.defined()) gradient._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
@@ -111,7 +115,7 @@ AttentionGradients with_tangents(const AttentionArguments& a, const AttentionCot
 AttentionGradients attention_backward_autograd(const AttentionArguments& a, const AttentionCotangents& c) {
   const auto inputs = differentiable(a, c);
   if (any_tangent(inputs)) return with_tangents(a, c);
-  if (needs_gradient(inputs)) return differentiated(a, c);
+  if (needs_gradient(inputs)) return differentiated(a, c, inputs);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_attention_backward(a, c);
 }

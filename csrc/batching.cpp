@@ -176,7 +176,7 @@ AttentionResult paged_attention_batched(const PagedArguments& a) {
     const at::Tensor first = at::arange(folding.count(), folded.page_table.options()) * at::Scalar(pages);
     folded.page_table = folded.page_table + first.repeat_interleave_symint(samples).unsqueeze(-1);
   }
-  folded.key_range = folding.mask(a.key_range.transpose(0, 1), samples, false).transpose(0, 1);
+  folded.key_range = folding.ranges(a.key_range, samples);
   folded.sink = folding.unwrap(a.sink);
   const auto [out, lse] = call_paged_attention(folded);
   return {folding.unfold(out, samples), folding.unfold(lse, samples)};

@@ -175,6 +175,7 @@ SecondGradients attention_backward_jvp_math(const AttentionArguments& a, const B
 
 AttentionResult attention_jvp_tiled(const AttentionArguments& a, const ForwardTangents& t) {
   check_attention_jvp(a, t);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor out = empty_like_query(a.query, a.value.sym_size(3));
   const at::Tensor lse = at::empty({a.query.size(0), a.query.size(1), a.query.size(2)}, computing(a));
   const Sizes sizes = sizes_of(a);
@@ -192,6 +193,7 @@ AttentionResult attention_jvp_tiled(const AttentionArguments& a, const ForwardTa
 
 SecondGradients attention_backward_jvp_tiled(const AttentionArguments& a, const BackwardTangents& t) {
   check_attention_backward_jvp(a, t);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& wanted = t.output_mask;
   at::Tensor out, lse;
   if (wanted[7]) out = empty_like_query(a.query, a.value.sym_size(3));

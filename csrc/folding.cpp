@@ -60,8 +60,12 @@ at::Tensor Folding::mask(const at::Tensor& tensor, const c10::SymInt& samples, b
   return all(tensor).expand_symint(sizes).flatten(0, 1);
 }
 
-at::Tensor Folding::seeds(const at::Tensor& seed) const {
-  return seed.defined() ? all(seed.reshape({-1})).flatten() : seed;
+at::Tensor Folding::seeds(const at::Tensor& seed) const { return seed.defined() ? all(seed).flatten() : seed; }
+
+at::Tensor Folding::ranges(const at::Tensor& range, const c10::SymInt& samples) const {
+  if (!range.defined() || (!varies(range) && range.sym_size(1) == 1)) return range;
+  const at::Tensor apart = all(range).movedim(0, 1);  // (2, N, B or 1, T)
+  return apart.expand_symint({2, count_, samples, apart.sym_size(3)}).flatten(1, 2);
 }
 
 AttentionArguments Folding::arguments(const AttentionArguments& a, const std::array<bool, kNumGradients>& own) const {
@@ -73,9 +77,7 @@ AttentionArguments Folding::arguments(const AttentionArguments& a, const std::ar
   folded.dropout_seed = seeds(a.dropout_seed);
   Variants& v = folded.variants;
   v.relative_bias = mask(a.variants.relative_bias, samples, own[5]);
-  if (v.key_range.defined()) {
-    v.key_range = mask(a.variants.key_range.transpose(0, 1), samples, false).transpose(0, 1);
-  }
+  v.key_range = ranges(a.variants.key_range, samples);
   v.sink = unwrap(a.variants.sink);
   return folded;
 }

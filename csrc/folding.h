@@ -26,6 +26,9 @@ class Folding {
   // (B or 1, ...), which may stay (1, ...) when it is the same for all N, unless each needs a gradient of its own.
   at::Tensor mask(const at::Tensor& tensor, const c10::SymInt& samples, bool own) const;
 
+  // The same for bounds of keys, (2, B or 1, T).
+  at::Tensor ranges(const at::Tensor& range, const c10::SymInt& samples) const;
+
   // Every tensor of the call but sink, which has no batch axis. `own` in the order of kNumGradients.
   AttentionArguments arguments(const AttentionArguments& arguments, const std::array<bool, kNumGradients>& own) const;
 

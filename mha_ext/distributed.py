@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
 
-from mha_ext import _ops, checks, layer, layer_variants, plain
 from mha_ext import _sharding as _sharding  # registers the operators' rules
+from mha_ext import checks, layer, layer_variants, plain
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 from mha_ext.module import MultiheadAttention
+from mha_ext.seeds import draw_seed
 
 __all__ = ["HeadParallel", "HeadParallelAttention"]
 
@@ -182,7 +183,7 @@ class _Shard(MultiheadAttention):
 
     def _attend(self, inputs: layer.QKV, options: layer.Options) -> tuple[Tensor, Tensor | None]:
         if options.dropout_p:
-            seed = _ops.draw_seed(inputs[0].device) + self._rank * _ODD
+            seed = draw_seed(inputs[0].device) + self._rank * _ODD
             options = options._replace(dropout_seed=seed)
         return super()._attend(inputs, options)
 

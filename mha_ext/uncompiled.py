@@ -29,7 +29,7 @@ def with_open_numbers(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # which makes constants of numbers
             return traced(*args, **kwargs)
         return function(*args, **kwargs)  # without what the other one costs
 

@@ -28,6 +28,7 @@ from derivative_cases import (
     same,
     small_twins,
     twice_back,
+    zeros_for,
 )
 from second_limits import forward_answers, second_answers
 from switches import threads
@@ -321,6 +322,27 @@ def test_under_autocast() -> None:
     want = along(ours, [d.bfloat16() for d in directions])(*[x.bfloat16() for x in inputs])
     assert got[0].dtype == torch.bfloat16
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_backward_under_dual_tensors(name: str) -> None:
+    """Forward over reverse without ``torch.func``: a backward inside of a level of dual tensors, once and twice."""
+    twins = small_twins(name)
+    sent, directions = like(twins.exact(*twins.inputs), 5), like(twins.inputs, 6)
+
+    def moved(function: Any, twice: bool) -> list[Tensor]:
+        with forward_ad.dual_level():
+            leaves = [x.detach().requires_grad_() for x in twins.inputs]
+            duals = [forward_ad.make_dual(x, d) for x, d in zip(leaves, directions, strict=True)]
+            grads = torch.autograd.grad(loss(function, sent)(*duals), duals, create_graph=True)
+            if twice:
+                total = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
+                grads = torch.autograd.grad(total, duals)
+            tangents = [forward_ad.unpack_dual(g).tangent for g in grads]
+            return [x.detach().clone() for x in zeros_for(tangents, grads)]
+
+    for twice in (False, True):
+        same(moved(twins.ours, twice), moved(twins.exact, twice))
 
 
 # ----------------------------------------------------------------------------------------------------------- in compile

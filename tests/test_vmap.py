@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ops
+from cases import Case, build, kept, ops
 from derivative_cases import (
     BATCH,
     LAYERS,
@@ -32,6 +32,7 @@ from torch.func import grad, jacrev, stack_module_state, vmap
 from variant_cases import make
 
 import mha_ext
+from mha_ext import reference
 from mha_ext.functional import scaled_dot_product_attention, varlen_attention
 
 COUNT = 3
@@ -133,15 +134,14 @@ def test_nested(name: str) -> None:
             same(got, looped(lambda *x, f=function, a=inner: looped(f(twins.exact), a, x), outer, given))
 
 
-@pytest.mark.parametrize(
-    "chosen", [{"attn_mask"}, {"key_padding_mask"}, {"attn_mask", "query"}, {"attn_mask", "key_padding_mask"}]
-)
+@pytest.mark.parametrize("chosen", [{"attn_mask"}, {"key_padding_mask"}, {"attn_mask", "query"}, {"key_range"}, set()])
 def test_over_masks_and_ranges(chosen: set[str]) -> None:
-    """Bool masks and ranges of keys that differ between examples, with gradients."""
+    """Bool masks and ranges of keys that differ between examples, with gradients; none chosen: all of them."""
     case = replace(SMALL, mask="bool:11TS", padding="bool", key_range="T")
     call = make(case)
     tensors = {**call.tensors, **{n: x for n, x in call.rest.items() if isinstance(x, Tensor)}}
     rest = {n: x for n, x in call.rest.items() if n not in tensors}
+    chosen = chosen or set(tensors)
     varied = {
         "attn_mask": lambda x: torch.stack([x, ~x, x.flip(-1)]),
         "key_padding_mask": lambda x: torch.stack([x, x.flip(-1), torch.zeros_like(x)]),
@@ -159,6 +159,28 @@ def test_over_masks_and_ranges(chosen: set[str]) -> None:
 
     for function in (total, grad(total, (0, 1, 2))):
         same(vmap(function, axes)(*given.values()), looped(function, axes, tuple(given.values())))
+
+
+@pytest.mark.parametrize("operand", ["seed", "query and seed", "sink", "mask"])
+def test_operator_over_its_seed(operand: str) -> None:
+    """A seed for each example: its dropout is that of a call with that seed."""
+    problem = build(Case(2, 2, 1, 5, 7, 4, 3, torch.float64, mask="float64:1HTS", dropout_p=0.4))
+    seeds = torch.tensor([[5], [-9], [2**40]])
+    sink = torch.randn(2, dtype=torch.float64)
+    axes = {"seed": (0, None, None, None), "query and seed": (0, 0, None, None), "sink": (0, None, 0, None)}.get(
+        operand, (0, None, None, 0)
+    )
+    tensors = (seeds, *many((problem.query, sink, problem.attn_mask), axes[1:]))
+
+    def ours(seed: Tensor, query: Tensor, sink: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.attention(query, problem.key, problem.value, mask, None, seed, dropout_p=0.4, sink=sink)
+
+    def total(query: Tensor, *rest: Tensor) -> Tensor:
+        return ours(rest[0], query, *rest[1:])[0].square().sum()
+
+    same(vmap(ours, axes)(*tensors), looped(ours, axes, tensors))
+    turned, order = (tensors[1], tensors[0], *tensors[2:]), (axes[1], axes[0], *axes[2:])
+    same(vmap(grad(total), order)(*turned), looped(grad(total), order, turned))
 
 
 @pytest.mark.parametrize("kind", ["paged", "weights", "mean weights", "varlen"])
@@ -242,7 +264,7 @@ def test_half_types() -> None:
 # -------------------------------------------------------------------------------------------------------------- dropout
 @pytest.mark.parametrize("kind", ["function", "layer", "layer with weights"])
 def test_randomness(kind: str) -> None:
-    """``same``: all examples have one mask; gradients are those of the mask drawn."""
+    """``different``: each example has its own mask; ``same``: all have one; gradients are those of the masks drawn."""
     module = mha_ext.MultiheadAttention(8, 2, dropout=0.5, batch_first=True, dtype=torch.float64)
     x = sequence(1, 9, 8).expand(COUNT, 1, 9, 8)
 
@@ -259,7 +281,9 @@ def test_randomness(kind: str) -> None:
     same((together[1], together[2]), (together[0], together[0]))
     torch.manual_seed(4)
     same(together[0], call(x[0]))
-    for randomness in ("same",):
+    apart = vmap(call, randomness="different")(x)
+    assert all((apart[i] - apart[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
+    for randomness in ("same", "different"):
         torch.manual_seed(5)
         got = vmap(grad(total), randomness=randomness)(x)
         step = like([x], 6)[0]
@@ -269,6 +293,23 @@ def test_randomness(kind: str) -> None:
             near.append(vmap(total, randomness=randomness)(x + sign * 1e-6 * step))
         want = (near[0] - near[1]) / 2e-6
         assert ((got * step).sum((1, 2, 3)) - want).abs().max() < 1e-6 * want.abs().max()
+
+
+def test_masks_of_different_examples_are_those_of_the_seeds_drawn() -> None:
+    """``different`` draws a seed for each example from the generator; each mask is the hash of its seed."""
+    case = Case(2, 2, 2, 5, 7, 4, 3, torch.float64, dropout_p=0.4)
+    problem = build(case)
+    torch.manual_seed(8)
+    seeds = vmap(lambda _: torch.randint(-(1 << 63), (1 << 63) - 1, (1,)), randomness="different")(torch.zeros(COUNT))
+    torch.manual_seed(8)
+    got = vmap(
+        lambda _: scaled_dot_product_attention(problem.query, problem.key, problem.value, dropout_p=0.4),
+        randomness="different",
+    )(torch.zeros(COUNT))
+    for i in range(COUNT):
+        keep = kept(case, seeds[i])
+        want = reference.attention(problem.query, problem.key, problem.value, keep=keep, dropout_p=0.4)[0]
+        same(got[i], want)
 
 
 def test_without_a_word_about_randomness_dropout_is_refused() -> None:
