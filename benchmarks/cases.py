@@ -1,7 +1,8 @@
 """What is measured: a case is one shape, one kind of work, one dtype and one set of options.
 
 Levels: ``core`` is attention alone on (B, H, T, D); ``layer`` is self-attention of a whole layer on (B, T, E);
-``variant`` is attention with something that PyTorch's function lacks, beside the ways in which users write it today.
+``variant`` is attention with something that PyTorch's function lacks, beside the ways in which users write it today;
+``derivative`` is a derivative of attention beyond the first backward pass.
 Tasks: ``forward`` (no gradients; evaluation mode for a layer), ``backward`` (the backward pass alone), ``training``
 (forward and backward together), ``memory`` (the peak of forward and backward, in a process of its own).
 
@@ -15,8 +16,9 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-SUITES = ("core", "layer", "variant", "memory")
+SUITES = ("core", "layer", "variant", "derivative", "memory")
 VARIANTS = ("grouped", "decode", "window", "packed", "alibi", "softcap", "sink")
+DERIVATIVES = ("jvp", "double backward", "per example")
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -44,7 +46,7 @@ class Case:
         inference: the memory of a forward pass without gradients.
         beside: what else of our own is measured in the same rounds, a key of ``benchmarks.peers.own.COMPARISONS``.
         variant: one of ``VARIANTS`` at the level of that name. "packed": ``batch`` sequences of ``packed_lengths``;
-            "decode": grouped heads with few queries.
+            "decode": grouped heads with few queries. At the level of derivatives one of ``DERIVATIVES``.
         window: the keys that a query of the variant "window" sees, its own the last of them.
     """
 
@@ -155,14 +157,18 @@ def _pairs_of_all_examples(case: Case) -> int:
 def floating_point_operations(case: Case) -> int:
     """Operations of the matrix products that the case asks for, two to a multiply-add.
 
-    Attention: two products forward; five backward, the recomputed scores among them. Projections: one product forward
-    and two backward for each of the four.
+    Attention: two products forward; five backward, the recomputed scores among them; five along tangents, and eleven
+    more for the tangents of the gradients. Projections: one product forward and two backward for each of the four.
     """
     pairs = 2 * case.heads * _pairs_of_all_examples(case)
     scores, values = pairs * case.head_dim, pairs * case.value_width
     projections = 2 * 4 * case.batch * case.length * case.embed_dim**2 if case.level == "layer" else 0
     forward = scores + values + projections
     backward = 3 * scores + 2 * values + 2 * projections
+    if case.level == "derivative":
+        along = 3 * scores + 2 * values
+        second = forward + backward + along + 7 * scores + 4 * values
+        return {"jvp": forward + along, "double backward": second}.get(case.variant, forward + backward)
     return {"forward": forward, "backward": backward}.get(case.task, forward + backward)
 
 

@@ -320,11 +320,25 @@ def _variant_goals() -> Iterator[Goal]:
         yield Goal(f"variants, time and bytes over ours with {beside}", own, own_cost, _OWN_SLACK, at_most=True)
 
 
+def _derivative_goals() -> Iterator[Goal]:
+    def derivative(case: Case) -> bool:
+        return case.level == "derivative"
+
+    yield Goal(
+        "derivatives vs PyTorch's math path", lambda case: derivative(case) and case.task != "memory",
+        against_strongest, 1.0, peer=True,
+    )  # fmt: skip
+    yield Goal(
+        "derivatives, bytes of PyTorch's math path over ours", lambda case: derivative(case) and case.task == "memory",
+        against_strongest, 1.0,
+    )  # fmt: skip
+
+
 def all_goals() -> list[Goal]:
     """Returns every goal."""
     groups = (
         *(_core_goals, _mask_goals, _dropout_goals, _weights_goals, _layer_goals, _memory_goals),
-        *(_half_core_goals, _half_layer_goals, _variant_goals),
+        *(_half_core_goals, _half_layer_goals, _variant_goals, _derivative_goals),
     )
     return [goal for group in groups for goal in group()]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cases import HALF, Case
+from benchmarks.cases import DERIVATIVES, HALF, Case
 
 PRESETS = ("quick", "default", "full", "goals")
 
@@ -174,6 +174,18 @@ def _decoding() -> list[Case]:
     ]
 
 
+def _derivatives() -> list[Case]:
+    """Time at two lengths, memory at a third."""
+    cases = [
+        Case("derivative", "forward", *shape, variant=name, causal=causal)
+        for name in DERIVATIVES
+        for shape in ((8, 8, 128, 64), (2, 8, 1024, 64))
+        for causal in (False, True)
+    ]
+    memory = [Case("derivative", "memory", *_LONG, variant=name, inference=True) for name in DERIVATIVES]
+    return cases + memory
+
+
 def _more_variants() -> list[Case]:
     cases = _variant((4, 8, 512, 128), "grouped", kv_heads=1, causal=True, beside="repeated keys")
     cases += _variant((32, 8, 256, 64), "packed")
@@ -209,7 +221,7 @@ def _default() -> list[Case]:
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
     cases += _half_layer(_GOAL_LAYERS[:1]) + _half_layer(_GOAL_LAYERS[:1], need_weights=True) + _half_memory()[:1]
     cases += _memory_cases() + _trained_masks()[:1]
-    return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True) + _variants() + _decoding()
+    return cases + _layer(((1, 4096, 512, 8),), ("memory",), causal=True) + _variants() + _decoding() + _derivatives()
 
 
 def _goals() -> list[Case]:
@@ -226,7 +238,14 @@ def _goals() -> list[Case]:
     cases += _layer((_ONE_TOKEN,), ("forward",), beside="two linears")
     cases += _half_core() + _half_layer(LAYER_SHAPES) + _half_layer(_GOAL_LAYERS, need_weights=True)
     return (
-        cases + _memory_cases() + _more_memory_cases() + _half_memory() + _variants() + _decoding() + _more_variants()
+        cases
+        + _memory_cases()
+        + _more_memory_cases()
+        + _half_memory()
+        + _variants()
+        + _decoding()
+        + _more_variants()
+        + _derivatives()
     )
 
 

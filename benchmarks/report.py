@@ -24,7 +24,7 @@ from benchmarks.roofs import Roofs
 
 _FORMAT = 1  # of the JSON file
 _MIB = 1 << 20
-_SHAPES = {"core": "B,H,T,D", "layer": "B,T,E,H", "variant": "B,H,T,D"}
+_SHAPES = {"core": "B,H,T,D", "layer": "B,T,E,H", "variant": "B,H,T,D", "derivative": "B,H,T,D"}
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from benchmarks.cases import Case
 from benchmarks.peers.base import Peer, Runner
 from benchmarks.peers.compiled import CompiledAttention, CompiledLayer
+from benchmarks.peers.derivatives import MathDerivatives
 from benchmarks.peers.jax_peers import JaxAttention
 from benchmarks.peers.onnx_peers import OnnxAttention, OnnxContribAttention, OnnxContribLayer, OnnxLayer
 from benchmarks.peers.openvino_peers import OpenVinoAttention, OpenVinoLayer
@@ -53,6 +54,7 @@ PEERS: tuple[Peer, ...] = (
     LoopOfAttention(),
     ComposedAttention(),
     CompiledFlexAttention(),
+    MathDerivatives(),
 )
 
 

@@ -15,11 +15,17 @@ from benchmarks.cases import Case
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.peers.base import Peer, Runner
 from benchmarks.peers.compiled import check_compiled, compile_anew, missing_compiler
+from benchmarks.peers.derivatives import OurDerivatives
 from benchmarks.peers.torch_core import OurAttention
 from benchmarks.peers.torch_layer import OurLayer
 from benchmarks.peers.variants import OurMaskedVariant, OurRepeatedVariant, OurVariant
 
-OURS: dict[str, Peer] = {"core": OurAttention(), "layer": OurLayer(), "variant": OurVariant()}
+OURS: dict[str, Peer] = {
+    "core": OurAttention(),
+    "layer": OurLayer(),
+    "variant": OurVariant(),
+    "derivative": OurDerivatives(),
+}
 
 
 class Changed(Peer):
