@@ -35,7 +35,7 @@ constexpr int64_t kNoLimit = -1;
 struct Variants {
   at::Tensor key_range;      // int32 (2, B or 1, T_q): query i sees only keys [range[0], range[1])
   at::Tensor relative_bias;  // (B or 1, H or 1, T_q + T_kv - 1): entry T_q - 1 + j - i is added to the score of (i, j)
-  at::Tensor sink;           // (H): one more logit in every row's softmax, which has no value
+  at::Tensor sink;           // (H) or (B, H): one more logit in every row's softmax, which has no value
   int64_t window_left = kNoLimit;   // query i sees no key before its own position less so many,
   int64_t window_right = kNoLimit;  // and none behind it plus so many
   double softcap = 0.0;  // when positive, scores become softcap tanh(score / softcap) before anything is added
@@ -124,6 +124,12 @@ double softcap_of(const AttentionArguments& arguments);
 // The sink in the compute type; infinity, or a number beyond, is the largest one: nothing else has a part of the row
 // then.
 at::Tensor sink_in(const AttentionArguments& arguments, at::ScalarType type);
+
+// The axes of (B, H, T_q) that its gradient sums over.
+inline at::IntArrayRef sink_rows(const at::Tensor& sink) {
+  static constexpr std::array<int64_t, 2> kAxes{2, 0};
+  return at::IntArrayRef(kAxes.data(), sink.dim() == 1 ? 2 : 1);
+}
 
 inline bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;

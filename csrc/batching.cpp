@@ -1,6 +1,5 @@
 // vmap: attention with vmap's axis folded into the batch (folding.h); the layer as its linear maps, which have rules of
-// their own, around that. A sink that vmap varies, or whose gradients or tangents are wanted, has no batch axis to fold
-// into: those calls are compositions.
+// their own, around that.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <torch/library.h>
@@ -34,13 +33,8 @@ at::Tensor unfold_if_any(const Folding& folding, const at::Tensor& result, const
   return result.dim() > 1 ? folding.unfold(result, samples) : result;
 }
 
-bool sink_varies(const AttentionArguments& a, std::initializer_list<at::Tensor> tangents = {}) {
-  return is_batched(a.variants.sink) || std::any_of(tangents.begin(), tangents.end(), is_batched);
-}
-
 AttentionResult attention_batched(const AttentionArguments& a) {
   if (autocast_is_active(a.query)) return attention_autocast(a);
-  if (sink_varies(a)) return attention_math(a);
   const Folding folding(tensors_of(a));
   const c10::SymInt samples = a.query.sym_size(0);
   const auto [out, lse] = call_attention(folding.arguments(a, kNone));
@@ -49,7 +43,6 @@ AttentionResult attention_batched(const AttentionArguments& a) {
 
 WeightsResult attention_with_weights_batched(const AttentionArguments& a, bool average) {
   if (autocast_is_active(a.query)) return attention_with_weights_autocast(a, average);
-  if (sink_varies(a)) return attention_with_weights_math(a, average);
   const Folding folding(tensors_of(a));
   const c10::SymInt samples = a.query.sym_size(0);
   const auto [out, lse, weights] = call_attention_with_weights(folding.arguments(a, kNone), average);
@@ -57,7 +50,6 @@ WeightsResult attention_with_weights_batched(const AttentionArguments& a, bool a
 }
 
 ForBackwardResult attention_for_backward_batched(const AttentionArguments& a, int64_t kind) {
-  if (sink_varies(a)) return attention_for_backward_math(a, kind);
   const Folding folding(tensors_of(a));
   const c10::SymInt samples = a.query.sym_size(0);
   const auto [out, lse, weights, rounding] = call_attention_for_backward(folding.arguments(a, kNone), kind);
@@ -75,7 +67,6 @@ AttentionCotangents fold_cotangents(const Folding& folding, const AttentionCotan
 }
 
 AttentionGradients attention_backward_batched(const AttentionArguments& a, const AttentionCotangents& c) {
-  if (c.output_mask[6] || sink_varies(a)) return attention_backward_math(a, c);
   const Folding folding(tensors_of(a, {c.grad_out, c.grad_lse, c.out, c.lse, c.rounding}));
   const c10::SymInt samples = a.query.sym_size(0);
   const auto [query, key, value, mask, padding, bias, sink] =
@@ -86,7 +77,7 @@ AttentionGradients attention_backward_batched(const AttentionArguments& a, const
           folding.unfold_mask(mask, samples, a.attn_mask),
           folding.unfold_mask(padding, samples, a.key_padding_mask),
           folding.unfold_mask(bias, samples, a.variants.relative_bias),
-          sink};
+          folding.unfold_sink(sink, samples, a.variants.sink)};
 }
 
 // In which float masks must have the shape of their tangents.
@@ -97,7 +88,7 @@ Tangents fold_tangents(const Folding& folding, const Tangents& t, const c10::Sym
           folding.mask(t[3], samples, true),
           folding.mask(t[4], samples, true),
           folding.mask(t[5], samples, true),
-          folding.unwrap(t[6])};
+          folding.sink(t[6], samples, true)};
 }
 
 std::array<bool, kNumGradients> given(const Tangents& tangents) {
@@ -107,7 +98,6 @@ std::array<bool, kNumGradients> given(const Tangents& tangents) {
 }
 
 AttentionResult attention_jvp_batched(const AttentionArguments& a, const ForwardTangents& t) {
-  if (sink_varies(a, {t.inputs[6]})) return attention_jvp_math(a, t);
   std::vector<at::Tensor> tensors = tensors_of(a, {t.out, t.lse, t.rounding});
   tensors.insert(tensors.end(), t.inputs.begin(), t.inputs.end());
   const Folding folding(tensors);
@@ -120,7 +110,6 @@ AttentionResult attention_jvp_batched(const AttentionArguments& a, const Forward
 }
 
 SecondGradients attention_backward_jvp_batched(const AttentionArguments& a, const BackwardTangents& t) {
-  if (t.output_mask[6] || sink_varies(a, {t.inputs[6]})) return attention_backward_jvp_math(a, t);
   const AttentionCotangents& c = t.cotangents;
   std::vector<at::Tensor> tensors =
       tensors_of(a, {c.grad_out, c.grad_lse, c.out, c.lse, c.rounding, t.grad_out, t.grad_lse});
@@ -139,13 +128,12 @@ SecondGradients attention_backward_jvp_batched(const AttentionArguments& a, cons
           folding.unfold_mask(mask, samples, a.attn_mask),
           folding.unfold_mask(padding, samples, a.key_padding_mask),
           folding.unfold_mask(bias, samples, a.variants.relative_bias),
-          sink,
+          folding.unfold_sink(sink, samples, a.variants.sink),
           folding.unfold(out, samples),
           folding.unfold(lse, samples)};
 }
 
 WeightsGradients attention_weights_backward_batched(const AttentionArguments& a, const WeightsCotangents& c) {
-  if (c.output_mask[5] || sink_varies(a)) return attention_weights_backward_math(a, c);
   const Folding folding(tensors_of(a, {c.grad_weights, c.lse}));
   const c10::SymInt samples = a.query.sym_size(0);
   const auto& wanted = c.output_mask;
@@ -157,16 +145,15 @@ WeightsGradients attention_weights_backward_batched(const AttentionArguments& a,
           folding.unfold_mask(mask, samples, a.attn_mask),
           folding.unfold_mask(padding, samples, a.key_padding_mask),
           folding.unfold_mask(bias, samples, a.variants.relative_bias),
-          sink};
+          folding.unfold_sink(sink, samples, a.variants.sink)};
 }
 
 // Each of the N has pages of its own then: they lie one behind the other.
 AttentionResult paged_attention_batched(const PagedArguments& a) {
-  if (is_batched(a.sink)) return paged_attention_math(a);
-  const bool own_pages = is_batched(a.key_pages) || is_batched(a.value_pages);
   const c10::SymInt samples = a.query.sym_size(0), pages = a.key_pages.sym_size(0);
-  const std::array<at::Tensor, 5> tensors{a.query, a.key_pages, a.value_pages, a.page_table, a.key_range};
+  const std::array<at::Tensor, 6> tensors{a.query, a.key_pages, a.value_pages, a.page_table, a.key_range, a.sink};
   const Folding folding(tensors);
+  const bool own_pages = folding.varies(a.key_pages) || folding.varies(a.value_pages);
   PagedArguments folded = a;
   folded.query = folding.rows(a.query);
   folded.key_pages = own_pages ? folding.rows(a.key_pages) : folding.unwrap(a.key_pages);
@@ -177,7 +164,7 @@ AttentionResult paged_attention_batched(const PagedArguments& a) {
     folded.page_table = folded.page_table + first.repeat_interleave_symint(samples).unsqueeze(-1);
   }
   folded.key_range = folding.ranges(a.key_range, samples);
-  folded.sink = folding.unwrap(a.sink);
+  folded.sink = folding.sink(a.sink, samples, false);
   const auto [out, lse] = call_paged_attention(folded);
   return {folding.unfold(out, samples), folding.unfold(lse, samples)};
 }

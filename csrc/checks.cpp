@@ -36,8 +36,10 @@ void check_variants(const char* function, const Variants& v, const PairSizes& si
     const Argument argument{function, "sink"};
     check_float(argument, v.sink);
     check_device(argument, v.sink, query);
-    check_rank(argument, v.sink, 1, "(heads)");
-    check_size(argument, v.sink, 0, sizes.heads, "query's number of heads");
+    TORCH_CHECK_VALUE(v.sink.dim() == 1 || v.sink.dim() == 2, argument,
+                      " have 1 dimension (heads) or 2 (batch, heads), got ", v.sink.dim());
+    check_size(argument, v.sink, v.sink.dim() - 1, sizes.heads, "query's number of heads");
+    if (v.sink.dim() == 2) check_size(argument, v.sink, 0, sizes.batch, "query's batch size");
   }
   for (const auto& [name, limit] : {std::pair{"window_left", v.window_left}, {"window_right", v.window_right}}) {
     TORCH_CHECK_VALUE(limit >= kNoLimit, function, ": ", name, " must be at least 0, or -1 for no limit, got ", limit);

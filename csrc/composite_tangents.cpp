@@ -89,7 +89,8 @@ AttentionArguments narrowed(const AttentionArguments& a, const Block& block, con
   Variants& v = part.variants;
   v.key_range = along(along(v.key_range, 1, block.samples), 2, block.queries);
   v.relative_bias = bias_in(v.relative_bias, block, sizes);
-  v.sink = along(v.sink, 0, block.heads);
+  if (v.sink.defined() && v.sink.dim() == 2) v.sink = along(v.sink, 0, block.samples);
+  v.sink = along(v.sink, -1, block.heads);
   return part;
 }
 

@@ -24,7 +24,7 @@ AttentionArguments select_head(const AttentionArguments& a, int64_t h) {
   for (at::Tensor* mask : {&one.attn_mask, &one.variants.relative_bias}) {
     if (mask->defined() && mask->sym_size(1) != 1) *mask = mask->narrow(1, h, 1);
   }
-  if (a.variants.sink.defined()) one.variants.sink = a.variants.sink.narrow(0, h, 1);
+  if (a.variants.sink.defined()) one.variants.sink = a.variants.sink.narrow(-1, h, 1);
   return one;
 }
 
@@ -92,7 +92,7 @@ WeightsGradients attention_weights_backward_math(const AttentionArguments& a, co
           pairs::finish_mask(grad_mask.result(), a.attn_mask),
           pairs::finish_mask(grad_padding.result(), a.key_padding_mask),
           pairs::finish_mask(grad_bias.result(), bias),
-          pairs::finish_mask(grad_sink.result(0), a.variants.sink)};
+          pairs::finish_mask(grad_sink.result(-1), a.variants.sink)};
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

@@ -16,8 +16,6 @@ const at::functorch::BatchedTensorImpl* batched(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_batched(const at::Tensor& tensor) { return batched(tensor) != nullptr; }
-
 Folding::Folding(at::ArrayRef<at::Tensor> tensors) : below_(c10::DispatchKey::FuncTorchBatched) {
   for (const at::Tensor& tensor : tensors) {
     const auto* impl = batched(tensor);
@@ -68,6 +66,12 @@ at::Tensor Folding::ranges(const at::Tensor& range, const c10::SymInt& samples) 
   return apart.expand_symint({2, count_, samples, apart.sym_size(3)}).flatten(1, 2);
 }
 
+at::Tensor Folding::sink(const at::Tensor& sink, const c10::SymInt& samples, bool own) const {
+  if (!sink.defined() || sink.dim() == 2) return rows(sink);
+  if (!own && !varies(sink)) return sink;
+  return all(sink).unsqueeze(1).expand_symint({count_, samples, sink.sym_size(0)}).flatten(0, 1);
+}
+
 AttentionArguments Folding::arguments(const AttentionArguments& a, const std::array<bool, kNumGradients>& own) const {
   const c10::SymInt samples = a.query.sym_size(0);
   AttentionArguments folded = a;
@@ -78,7 +82,7 @@ AttentionArguments Folding::arguments(const AttentionArguments& a, const std::ar
   Variants& v = folded.variants;
   v.relative_bias = mask(a.variants.relative_bias, samples, own[5]);
   v.key_range = ranges(a.variants.key_range, samples);
-  v.sink = unwrap(a.variants.sink);
+  v.sink = sink(a.variants.sink, samples, own[6]);
   return folded;
 }
 
@@ -92,6 +96,13 @@ at::Tensor Folding::unfold_mask(const at::Tensor& tensor, const c10::SymInt& sam
   if (!tensor.defined()) return tensor;
   at::Tensor apart = tensor.unflatten_symint(0, {count_, samples});
   if (like.sym_size(0) == 1 && samples != 1) apart = apart.sum(1, /*keepdim=*/true);
+  return at::functorch::makeBatched(apart, 0, level_);
+}
+
+at::Tensor Folding::unfold_sink(const at::Tensor& tensor, const c10::SymInt& samples, const at::Tensor& like) const {
+  if (!tensor.defined()) return tensor;
+  at::Tensor apart = tensor.unflatten_symint(0, {count_, samples});
+  if (like.dim() == 1) apart = apart.sum(1);
   return at::functorch::makeBatched(apart, 0, level_);
 }
 

@@ -57,7 +57,7 @@ ScoreGradient score_gradient(const Problem& p, const at::Tensor& grad_weights, c
 at::Tensor sink_gradient(const Problem& p, const at::Tensor& delta) {
   const at::Tensor empty = p.softmax.lse.isneginf(), lse = p.softmax.lse.masked_fill(empty, 0);
   const at::Tensor probability = (p.sink.unsqueeze(-1) - lse).exp().masked_fill(empty, 0);
-  return -(probability.unsqueeze(-1) * delta).sum({0, 2, 3});
+  return -(probability * delta.squeeze(-1)).sum(sink_rows(p.sink));
 }
 
 MaskGradients mask_gradients(const AttentionArguments& a, const at::Tensor& grad_scores,

@@ -118,7 +118,7 @@ std::array<at::Tensor, kNumGradients> moved_gradients(const AttentionArguments& 
   result[3] = masks.attn_mask, result[4] = masks.key_padding_mask, result[5] = masks.relative_bias;
   if (wanted[6]) {
     const at::Tensor away = t.inputs[6].defined() ? sink_tangent(a, t.inputs) - m.lse : -m.lse;
-    result[6] = -(sink_share(p) * (away * s.delta + s.moved_delta)).sum({0, 2, 3});
+    result[6] = -(sink_share(p) * (away * s.delta + s.moved_delta)).squeeze(-1).sum(sink_rows(p.sink));
   }
   return result;
 }

@@ -96,3 +96,25 @@ def test_options_that_say_nothing_change_no_bit() -> None:
     for name, value in nothing.items():
         out, lse = ops.attention(*problem.tensors, **problem.options, **{name: value})
         assert torch.equal(out, want[0]) and torch.equal(lse, want[1]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sink_for_each_sample(dtype: torch.dtype) -> None:
+    """(B, H) sinks give what each sample gives by itself with its own, to the bit, and so do their gradients."""
+    problem, options = problem_of("bias", dtype, T=33, S=70)
+    sink = torch.randn(2, 4)
+
+    def run_on(samples: slice, sink: Tensor) -> tuple[Tensor, ...]:
+        tensors = [None if x is None else x[samples].detach().requires_grad_() for x in problem.tensors]
+        sink = sink.requires_grad_()
+        rest = {n: x[samples] if isinstance(x, Tensor) and x.shape[0] == 2 else x for n, x in options.items()}
+        out, lse = ops.attention(*tensors, sink=sink, **rest)
+        sent = (problem.grad_out[samples], problem.grad_lse[samples])
+        return out, lse, *torch.autograd.grad((out, lse), (*tensors[:3], sink), sent)
+
+    together = run_on(slice(0, 2), sink.clone())
+    for b in range(2):
+        alone = run_on(slice(b, b + 1), sink[b].clone())
+        for x, y in zip(together[:-1], alone[:-1], strict=True):
+            assert torch.equal(x[b : b + 1], y)
+        assert_within(together[-1][b], alone[-1], double_limit(alone[-1], 33) if dtype == torch.float64 else 1e-3)

@@ -204,6 +204,7 @@ BoundArguments bind(const AttentionArguments& args) {
   if (args.variants.sink.defined()) {
     bound.sink = sink_in(args, compute).contiguous();
     p.sink = bound.sink.const_data_ptr();
+    p.sink_stride_b = bound.sink.dim() == 2 ? p.heads : 0;
   }
   p.softcap = softcap_of(args);
   return bound;

@@ -26,7 +26,7 @@ at::Tensor sink_gradient(const AttentionArguments& args, const AttentionCotangen
   }
   if (grad_lse.defined()) delta = delta.defined() ? delta - grad_lse : -grad_lse;
   if (!delta.defined()) return at::zeros_like(sink);
-  return -(probability * delta).sum({0, 2}).to(sink.scalar_type());
+  return -(probability * delta).sum(sink_rows(sink)).to(sink.scalar_type());
 }
 
 }  // namespace

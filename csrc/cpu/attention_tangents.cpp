@@ -143,7 +143,9 @@ at::Tensor moved_sink_gradient(const AttentionArguments& a, const BackwardTangen
   const at::Tensor share = (sink_in(a, lse.scalar_type()).unsqueeze(-1) - lse).exp().masked_fill(lse.isneginf(), 0);
   at::Tensor away = -moved_lse;
   if (t.inputs[6].defined()) away = away + t.inputs[6].to(lse.scalar_type()).unsqueeze(-1);
-  return -(share * (away * sums.delta + sums.moved_delta)).sum({0, 2}).to(a.variants.sink.scalar_type());
+  return -(share * (away * sums.delta + sums.moved_delta))
+              .sum(sink_rows(a.variants.sink))
+              .to(a.variants.sink.scalar_type());
 }
 
 bool backward_is_finite(const AttentionArguments& a, const BackwardTangents& t) {

@@ -154,7 +154,9 @@ at::Tensor sink_gradient(const Pass& pass) {
   const at::Tensor& sink = pass.args.variants.sink;
   const at::Tensor sums = at::zeros(sink.sizes(), sink.options().dtype(compute_type(pass.args.query)));
   if (p.num_queries > 0 && p.num_keys > 0) {
-    add_score_gradients(pass, {false, true, false, false, p.num_keys}, {sums.mutable_data_ptr(), 0, 1, 0, 0});
+    const bool own_batch = sink.dim() == 2;
+    add_score_gradients(pass, {own_batch, true, false, false, p.num_keys},
+                        {sums.mutable_data_ptr(), own_batch ? p.heads : 0, /*stride_h=*/1, 0, 0});
   }
   return sums.neg_().to(sink.scalar_type());
 }

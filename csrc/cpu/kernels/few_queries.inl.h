@@ -60,7 +60,7 @@ void start_few(const AttentionParams& p, const KeyRange& range, const GroupRows&
       const QueryBlock one{range.batch, row.head, row.query, 1};
       if (s.query_pairs != nullptr) read_pairs(p.query, one, 1, p.head_dim, s.query_pairs + row.index * pairs, pairs);
     }
-    const Scalar maximum = with_sink ? first_maximum<V>(p, row.head) : -V::kInfinity;
+    const Scalar maximum = with_sink ? first_maximum<V>(p, range.batch, row.head) : -V::kInfinity;
     s.maximum[row.index] = maximum;
     V::store(s.sum + row.index * V::kWidth, V::zero());
     s.sum[row.index * V::kWidth] = first_sum(maximum);

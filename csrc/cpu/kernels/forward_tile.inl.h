@@ -103,7 +103,7 @@ void forward_block(const ForwardParams& f, const QueryBlock& block, void* scratc
   ForwardScratch<V> s(Arena(scratch), p);
   const int64_t lanes = round_up(block.count, V::kWidth);
   load_query_columns<V>(p, block, lanes, s);
-  clear<V>(p, block.head, s.softmax, lanes);
+  clear<V>(p, block, s.softmax, lanes);
   __builtin_memset(s.accumulator, 0, static_cast<size_t>(padded_width<V>(p.value_dim) * lanes) * sizeof(Scalar));
   const KeySpan keys = keys_to_visit(p, block, kBlockKeys);
   for (int64_t k = keys.begin; k < keys.end; k += kBlockKeys) {

@@ -63,7 +63,8 @@ struct AttentionParams {
   // Unless null: query i of sample b sees keys [range_first[b * range_stride_b + i], range_last[...]) only.
   const int32_t *range_first = nullptr, *range_last = nullptr;
   int64_t range_stride_b = 0;
-  const void* sink = nullptr;           // a logit a head in every row's softmax, in the compute type; or null
+  const void* sink = nullptr;  // a logit a head in every row's softmax, in the compute type; or null
+  int64_t sink_stride_b = 0;
   double softcap = 0.0;                 // when positive, scores become softcap tanh(score / softcap)
   int64_t query_block = kBlockQueries;  // queries a block, at most kBlockQueries
   double scale = 1.0;
@@ -115,10 +116,10 @@ struct TangentParams {
   BackwardParams backward;
   TensorView query, key, value, grad_out;
   AttentionParams mask_tangents;  // of the float masks, in their places, and nothing else that hides or shows a pair
-  const void* sink_tangent = nullptr;
-  MutableTensorView moved_out;        // of out; its type is the compute type or the tensors'
-  void* moved_lse = nullptr;          // of lse, (B, H, T_q) in the compute type: written by the first pass
-  const void* moved_delta = nullptr;  // of delta, likewise
+  const void* sink_tangent = nullptr;  // lies as the sink
+  MutableTensorView moved_out;         // of out; its type is the compute type or the tensors'
+  void* moved_lse = nullptr;           // of lse, (B, H, T_q) in the compute type: written by the first pass
+  const void* moved_delta = nullptr;   // of delta, likewise
 };
 
 // Forward with the weights after dropout, summed over `head_count` heads from the block's head on and times `factor`:

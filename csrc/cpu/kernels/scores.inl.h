@@ -145,7 +145,7 @@ ScoredTile<V> score_tile(const AttentionParams& p, const Tile& t, ScoreScratch<V
 // Maximum and sum over all keys, from the start.
 template <class V>
 void run_softmax(const AttentionParams& p, const QueryBlock& block, int64_t lanes, ScoreScratch<V>& s) {
-  clear<V>(p, block.head, s.softmax, lanes);
+  clear<V>(p, block, s.softmax, lanes);
   const KeySpan keys = keys_to_visit(p, block, kBlockKeys);
   for (int64_t begin = keys.begin; begin < keys.end; begin += kBlockKeys) {
     const Tile t{block, lanes, begin, min_of(kBlockKeys, p.num_keys - begin)};

@@ -66,8 +66,9 @@ struct RunningSoftmax {
 
 // What the softmax of a head's rows starts from: nothing, or its sink, which is like a key of that score.
 template <class V>
-MHA_EXT_INLINE typename V::Scalar first_maximum(const AttentionParams& p, int64_t head) {
-  return p.sink == nullptr ? -V::kInfinity : static_cast<const typename V::Scalar*>(p.sink)[head];
+MHA_EXT_INLINE typename V::Scalar first_maximum(const AttentionParams& p, int64_t batch, int64_t head) {
+  return p.sink == nullptr ? -V::kInfinity
+                           : static_cast<const typename V::Scalar*>(p.sink)[batch * p.sink_stride_b + head];
 }
 
 template <typename Scalar>
@@ -76,8 +77,9 @@ MHA_EXT_INLINE Scalar first_sum(Scalar first_maximum) {
 }
 
 template <class V>
-void clear(const AttentionParams& p, int64_t head, const RunningSoftmax<typename V::Scalar>& state, int64_t lanes) {
-  const auto maximum = first_maximum<V>(p, head), sum = first_sum(maximum);
+void clear(const AttentionParams& p, const QueryBlock& block, const RunningSoftmax<typename V::Scalar>& state,
+           int64_t lanes) {
+  const auto maximum = first_maximum<V>(p, block.batch, block.head), sum = first_sum(maximum);
   for (int64_t q = 0; q < lanes; ++q) {
     state.maximum[q] = maximum;
     state.sum[q] = sum;

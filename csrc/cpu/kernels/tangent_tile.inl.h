@@ -190,9 +190,10 @@ void finish_tangent(const TangentParams& m, const QueryBlock& block, int64_t lan
   auto* lse = static_cast<Scalar*>(m.moved_lse) + (block.batch * p.heads + block.head) * p.num_queries + block.begin;
   for (int64_t q = 0; q < block.count; ++q) {
     if (m.sink_tangent != nullptr) {
-      const Scalar logit = static_cast<const Scalar*>(p.sink)[block.head];
+      const Scalar logit = first_maximum<V>(p, block.batch, block.head);
       const auto share = exp_of<V>(V::broadcast((logit - s.softmax.maximum[q]) - s.softmax.sum[q]));
-      s.moved_lse[q] += share[0] * static_cast<const Scalar*>(m.sink_tangent)[block.head];
+      s.moved_lse[q] +=
+          share[0] * static_cast<const Scalar*>(m.sink_tangent)[block.batch * p.sink_stride_b + block.head];
     }
     lse[q] = s.moved_lse[q];
     Scalar* row = s.grad_tangents + q * width;

@@ -106,7 +106,7 @@ void attend_head(const WeightsParams& w, const QueryBlock& block, bool first_hea
   const int64_t lanes = round_up(block.count, V::kWidth);
   const QueryBlock before{block.batch, block.head - 1, block.begin, block.count};
   load_query_columns<V>(p, block, lanes, s);
-  clear<V>(p, block.head, s.softmax, lanes);
+  clear<V>(p, block, s.softmax, lanes);
   __builtin_memset(s.accumulator, 0,
                    static_cast<size_t>(padded_width<V>(p.value_dim) * lanes) * sizeof(*s.accumulator));
   for (int64_t begin = 0; begin < p.num_keys; begin += kBlockKeys) {
