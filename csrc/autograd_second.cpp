@@ -1,6 +1,8 @@
 // Derivatives of the derivatives. Two operators hold them all: the product with the second derivative, which is the
 // backward of the backward, and the forward's derivative along tangents, whose backward is made of the other and of
-// the plain backward. Third derivatives are those of compositions over all pairs.
+// the plain backward. Third derivatives are those of compositions over all pairs, made only when one is asked for:
+// torch.func.grad keeps a graph of every backward, whether it will be differentiated or not.
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -175,10 +177,98 @@ AttentionResult attention_jvp_autograd(const AttentionArguments& a, const Forwar
   return call_attention_jvp(a, t);
 }
 
+constexpr size_t kNumSecondInputs = 2 * kNumSecondGradients;
+
+// Inputs, cotangents, and the tangents of both.
+std::array<at::Tensor, kNumSecondInputs> differentiable(const AttentionArguments& a, const BackwardTangents& t) {
+  return joined(joined(differentiable(a, t.cotangents), t.inputs), std::array<at::Tensor, 2>{t.grad_out, t.grad_lse});
+}
+
+void set_inputs(const std::array<at::Tensor, kNumSecondInputs>& inputs, AttentionArguments& a, BackwardTangents& t) {
+  std::array<at::Tensor, kNumGradients> primals;
+  std::copy_n(inputs.begin(), kNumGradients, primals.begin());
+  a = with_inputs(a, primals);
+  t.cotangents.grad_out = inputs[kNumGradients], t.cotangents.grad_lse = inputs[kNumGradients + 1];
+  std::copy_n(inputs.begin() + kNumSecondGradients, kNumGradients, t.inputs.begin());
+  t.grad_out = inputs[kNumSecondInputs - 2], t.grad_lse = inputs[kNumSecondInputs - 1];
+}
+
+struct SecondCall {
+  const AttentionArguments& arguments;
+  const BackwardTangents& tangents;
+};
+
+variable_list as_list(const SecondGradients& gradients) {
+  return std::apply([](const auto&... g) { return variable_list{g...}; }, gradients);
+}
+
+variable_list defined_of(const variable_list& tensors) {
+  variable_list found;
+  std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(found),
+               [](const at::Tensor& t) { return t.defined(); });
+  return found;
+}
+
+class SecondFunction : public torch::autograd::Function<SecondFunction> {
+ public:
+  template <class... Tensors>
+  static variable_list forward(AutogradContext* context, const Applied<SecondCall>& applied, const Tensors&...) {
+    const BelowAutograd below(applied.transforms);
+    const auto& [a, t] = applied.call;
+    context->set_materialize_grads(false);
+    const AttentionCotangents& c = t.cotangents;
+    variable_list others{constant(c.out), constant(c.lse), constant(c.rounding), c.grad_out, c.grad_lse};
+    others.insert(others.end(), t.inputs.begin(), t.inputs.end());
+    others.insert(others.end(), {t.grad_out, t.grad_lse});
+    save_call(context, a, others);
+    context->saved_data["output_mask"] = as_number(t.output_mask);
+    return defined_of(as_list(call_attention_backward_jvp(a, t)));
+  }
+
+  // The composition, and its gradients by autograd. Inputs are told apart by views: one tensor may be several of them.
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    auto [a, others] = load_call(context);
+    BackwardTangents t{{others[3], others[4], others[0], others[1], {}, others[2]}, {}, others[12], others[13], {}};
+    std::copy_n(others.begin() + 5, kNumGradients, t.inputs.begin());
+    t.output_mask = as_flags<kNumSecondGradients>(context->saved_data["output_mask"].toInt());
+    auto inputs = differentiable(a, t);
+    const auto wanted = wanted_gradients(context, inputs);
+    const bool differentiates = at::GradMode::is_enabled();
+    const at::AutoGradMode enabled(true);
+    variable_list sources;
+    for (size_t i = 0; i < kNumSecondInputs; ++i) {
+      if (!wanted[i]) continue;
+      inputs[i] = inputs[i].view_as(inputs[i]);
+      sources.push_back(inputs[i]);
+    }
+    set_inputs(inputs, a, t);
+    variable_list results = defined_of(as_list(attention_backward_jvp_math(a, t))), sent;
+    for (size_t i = results.size(); i-- > 0;) {
+      if (grads[i].defined()) continue;
+      results.erase(results.begin() + static_cast<int64_t>(i));
+    }
+    sent = defined_of(grads);
+    const variable_list found = torch::autograd::grad(results, sources, sent, /*retain_graph=*/differentiates,
+                                                      /*create_graph=*/differentiates, /*allow_unused=*/true);
+    variable_list gradients(kNumSecondInputs + 1);  // the first is the call's
+    for (size_t i = 0, next = 0; i < kNumSecondInputs; ++i) {
+      if (wanted[i]) gradients[i + 1] = found[next++];
+    }
+    return gradients;
+  }
+};
+
 SecondGradients attention_backward_jvp_autograd(const AttentionArguments& a, const BackwardTangents& t) {
-  const std::array<at::Tensor, 2> grads{t.grad_out, t.grad_lse};
-  const auto inputs = joined(joined(differentiable(a, t.cotangents), t.inputs), grads);
-  if (any_tangent(inputs) || needs_gradient(inputs)) return attention_backward_jvp_math(a, t);
+  const auto inputs = differentiable(a, t);
+  if (any_tangent(inputs)) return attention_backward_jvp_math(a, t);
+  if (needs_gradient(inputs)) {
+    const variable_list results = apply_function<SecondFunction>(SecondCall{a, t}, inputs);
+    std::array<at::Tensor, kNumSecondGradients> gradients;
+    for (size_t i = 0, next = 0; i < kNumSecondGradients; ++i) {
+      if (t.output_mask[i]) gradients[i] = results[next++];
+    }
+    return std::tuple_cat(gradients);
+  }
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_attention_backward_jvp(a, t);
 }

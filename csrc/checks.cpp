@@ -128,7 +128,9 @@ void check_tangents(const char* function, const AttentionArguments& a, const Tan
                       " be given for a tangent of it to be given, got none");
     check_float(argument, tangents[i]);
     check_shape(argument, tangents[i], inputs[i].tensor.sym_sizes());
-    check_same_kind(argument, tangents[i], inputs[i].tensor);
+    TORCH_CHECK_TYPE(tangents[i].scalar_type() == inputs[i].tensor.scalar_type(), argument, " have the dtype of ",
+                     inputs[i].name, ", ", inputs[i].tensor.scalar_type(), ", got ", tangents[i].scalar_type());
+    check_device(argument, tangents[i], a.query);
   }
 }
 

@@ -63,7 +63,7 @@ at::Tensor moved_products(const AttentionArguments& a, const Problem& p, const M
   const double cap = softcap_of(a);
   const at::Tensor moved = s.moved * p.cap_slope;
   if (!m.products.defined()) return moved;
-  return moved + s.scores * p.cap_slope * m.products * without_hidden(p.capped, p) * (-2 / (cap * cap));
+  return moved + s.scores * p.cap_slope * (m.products / cap) * (without_hidden(p.capped, p) / cap) * -2;
 }
 
 }  // namespace

@@ -79,6 +79,7 @@ def test_decoding_by_inductor() -> None:
         assert_within(a, b, double_limit(b, 100))
 
 
+@pytest.mark.long
 def test_a_compiled_step_is_refused_as_an_uncompiled_one_is() -> None:
     """What does not fit changes nothing."""
     traced, model = cache(), Decoder()
@@ -97,7 +98,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ragged", *(pytest.param(k, marks=pytest.mark.long) for k in ("window", "pages"))])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ragged", "window", "pages"])
 def test_other_caches_break_the_graph_and_say_so(kind: str) -> None:
     options, keywords = KINDS[kind]
     first = torch.randn(2, 2, 3, 4, dtype=torch.float64)

@@ -39,6 +39,22 @@ def mapped(leaves, function):
     axes = (0, *[None] * (len(inputs) - 1))
     return lambda: torch.vmap(gradient, axes)(torch.stack([inputs[0], inputs[0].sin()]), *inputs[1:])
 
+def kept_graphs(leaves, function):
+    # As torch.func.grad keeps them: nobody asks for third derivatives.
+    inputs = tuple(range(len(leaves)))
+    def gradient(*x):
+        return torch.func.grad(lambda *x: function(*x).square().sum(), inputs)(*x)
+    def along(*x):
+        return torch.func.jvp(function, x, x)[1].square().sum()
+    def run():
+        first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in first), leaves, create_graph=True)
+        detached = tuple(x.detach() for x in leaves)
+        torch.func.grad(lambda *x: sum(g.square().sum() for g in gradient(*x)), inputs)(*detached)
+        torch.func.grad(along, inputs)(*detached)
+        torch.func.jvp(lambda x: gradient(x, *leaves[1:])[0], detached[:1], detached[:1])
+    return run
+
 def attending(kind, length):
     q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
     learned = {
@@ -77,14 +93,18 @@ LIMIT = 80 * MIB
 @pytest.mark.parametrize(
     ("derivative", "what", "kinds"),
     [
-        ("penalty", "attending", ["mask"]),
         ("penalty", "layer", ["variants"]),
-        ("forward", "attending", ["mask"]),
-        ("mapped", "attending", ["causal", "mask", "softcap", "relative bias"]),
-        ("mapped", "layer", ["masks"]),
+        ("mapped", "attending", ["causal", "mask", "sink"]),
+        ("kept_graphs", "layer", ["masks"]),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("penalty", "attending", ["mask"]),
+                ("forward", "attending", ["mask"]),
+                ("mapped", "attending", ["softcap", "relative bias"]),
+                ("mapped", "layer", ["masks", "variants"]),
+                ("kept_graphs", "attending", ["causal", "mask", "sink"]),
+                ("kept_graphs", "layer", ["variants"]),
                 ("penalty", "attending", ["causal", "dropout", "softcap", "relative bias", "sink"]),
                 ("penalty", "layer", ["masks", "appended"]),
                 ("forward", "layer", ["variants"]),

@@ -133,7 +133,7 @@ def check_layer(name: str, strict: bool) -> None:
         same(each.module()(**other), want)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name: str, strict: bool) -> None:
     check_layer(name, strict)
@@ -159,7 +159,7 @@ def check_variant(name: str, strict: bool) -> None:
         same([each.module()(x)], [want])
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_variant_at_once(strict: bool) -> None:
     """A window, a softcap, sinks, norms and rotations."""
     check_variant("all", strict)

@@ -89,6 +89,7 @@ def check_layer(name: str, opset: int) -> None:
         near(what, x, y, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name: str) -> None:
     check_layer(name, OPSET)
@@ -105,6 +106,7 @@ def test_operator_set_24() -> None:
     check_layer("causal and padding", 24)
 
 
+@pytest.mark.long
 def test_causal_self_attention_is_the_node_and_two_products() -> None:
     """No mask, nothing of softmax: the causal order is the node's own. Below operator set 23 there is no such node, and
     PyTorch's default lies there."""
@@ -169,6 +171,7 @@ def check_variant(name: str) -> None:
         near(what, x.detach(), y, want, also.get(what, 0.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str) -> None:
     check_variant(name)

@@ -68,6 +68,7 @@ def check_layer(options: dict[str, Any], call: dict[str, Any], masks: Masks) -> 
         three_way(name, ORT, (x, y, want), (limit, limit))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name: str) -> None:
     check_layer(*LAYERS[name])

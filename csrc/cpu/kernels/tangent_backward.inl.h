@@ -84,7 +84,7 @@ void move_scores(const AttentionParams& p, const Tile& t, TangentScratch<V>& s) 
       grad = probability * centred;
       moved_grad = moved * centred + probability * (moved_grad - V::load(moved_delta + c));
       if (uncaps) {
-        const Vec bend = capped_score * moved_product * (Scalar(-2) * cap.inverse * cap.inverse);
+        const Vec bend = (capped_score * cap.inverse) * (moved_product * cap.inverse) * Scalar(-2);
         moved_grad = (moved_grad + grad * bend) * slope;
         grad *= slope;
       }
