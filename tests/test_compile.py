@@ -137,7 +137,7 @@ def test_the_answer_is_the_exact_one() -> None:
 # ---------------------------------------------------------------------------------------------------------- recompiling
 @pytest.mark.parametrize(
     ("name", "masked"),
-    [(n, m) if (n == "train") == m else pytest.param(n, m, marks=LONG) for n in MODES for m in (True, False)],
+    [(n, m) if (n, m) == ("train", True) else pytest.param(n, m, marks=LONG) for n in MODES for m in (True, False)],
 )
 def test_other_lengths_and_batches_cost_one_more_graph(name: str, masked: bool) -> None:
     module, counter = make(), CompileCounterWithBackend("aot_eager")
@@ -269,9 +269,8 @@ def test_checkpoints_compiled_by_inductor() -> None:
 @pytest.mark.parametrize(
     ("forward", "need_weights"),
     [
-        ("eager", False),
         ("compiled", True),
-        *(pytest.param(f, w, marks=LONG) for f, w in (("eager", True), ("compiled", False))),
+        *(pytest.param(f, w, marks=LONG) for f, w in (("eager", True), ("eager", False), ("compiled", False))),
     ],
 )
 def test_compiled_autograd(forward: str, need_weights: bool) -> None:
@@ -329,6 +328,7 @@ def test_the_layer_as_a_function(need_weights: bool) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- transforms
+@pytest.mark.long
 @pytest.mark.parametrize("need_weights", WEIGHTS)
 def test_grad_inside_once_and_twice(need_weights: bool) -> None:
     module, x = make(), sequence(1, 4)
@@ -353,6 +353,7 @@ def test_grad_of_compiled_code_says_how_it_is_done() -> None:
         grad(lambda y: whole(alone(make()))(y).sum())(sequence(1, 4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("need_weights", WEIGHTS)
 def test_double_backward_is_refused_and_what_works_instead(need_weights: bool) -> None:
     """AOTAutograd has none for any operator and says so. The backend without it has, and ``torch.func`` inside."""

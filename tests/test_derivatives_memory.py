@@ -93,13 +93,13 @@ LIMIT = 80 * MIB
 @pytest.mark.parametrize(
     ("derivative", "what", "kinds"),
     [
-        ("penalty", "layer", ["variants"]),
-        ("mapped", "attending", ["causal", "mask", "sink"]),
         ("kept_graphs", "layer", ["masks"]),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("penalty", "attending", ["mask"]),
+                ("penalty", "layer", ["variants"]),
+                ("mapped", "attending", ["causal", "mask", "sink"]),
                 ("forward", "attending", ["mask"]),
                 ("mapped", "attending", ["softcap", "relative bias"]),
                 ("mapped", "layer", ["masks", "variants"]),

@@ -159,7 +159,8 @@ def check_variant(name: str, strict: bool) -> None:
         same([each.module()(x)], [want])
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strict", [False, True])
 def test_every_variant_at_once(strict: bool) -> None:
     """A window, a softcap, sinks, norms and rotations."""
     check_variant("all", strict)
@@ -202,7 +203,7 @@ class Shortened(nn.Module):
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_data_dependent_batch(strict: bool, need_weights: bool) -> None:
     """Any number of chosen examples, none and one included."""
     layer, x, hidden = make(), sequence(4, 5), last_hidden(4, 5)

@@ -105,6 +105,7 @@ class Heads(nn.Module):
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_attention_on_heads() -> None:
     """Grouped heads, aligned to the lower right with more queries than keys, log-sum-exp and weights. The scale is one
     that float32 holds exactly: PyTorch's exporter rounds every Python number to that, also beside float64."""
