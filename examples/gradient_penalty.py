@@ -50,8 +50,8 @@ def memory(field: str) -> float:
 def main() -> None:
     """Print the loss of each step and the peak of memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of SGD (default %(default)s)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     critic = Critic()

@@ -19,6 +19,7 @@ class Rows:
         held: number of positions that are still there.
         dropped: number of positions before them that a rolling cache has given up.
         padding: how many of the positions appended last were padding.
+        made_in_export: torch.export follows them from the start.
     """
 
     def __init__(self, batch: int) -> None:
@@ -26,6 +27,7 @@ class Rows:
         self.held = [0]
         self.dropped = [0]
         self.padding = [0]
+        self.made_in_export = torch.compiler.is_exporting()
 
     @property
     def ragged(self) -> bool:

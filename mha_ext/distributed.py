@@ -188,6 +188,28 @@ class _Shard(MultiheadAttention):
         return super()._attend(inputs, options)
 
 
+class _DifferentiatedOnce(torch.autograd.Function):
+    """A tensor whose gradient has no derivative: the sums over devices behind it would be left out silently."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{_WHERE}: create_graph must be False, got True: PyTorch's sums over devices have no second "
+                "derivatives (cut the batch instead: DistributedDataParallel, or DTensors cut along samples)"
+            )
+        return gradient
+
+
+def _once(x: Tensor) -> Tensor:
+    once: Tensor = _DifferentiatedOnce.apply(x)  # type: ignore[no-untyped-call]
+    return once
+
+
 class HeadParallelAttention(MultiheadAttention):
     """What :class:`HeadParallel` makes of a layer: the same call, computed by the heads of every device."""
 
@@ -229,8 +251,9 @@ class HeadParallelAttention(MultiheadAttention):
             shard, self._local_parameters(), tuple(inputs), {**masks, **flags, "kv_cache": kv_cache}, strict=True
         )
         if weights is not None:
+            weights = _once(weights)
             weights = self._joined_weights(weights, average_attn_weights, whole[id(query)].dim() == 3)
-        return self._sum(out), weights
+        return self._sum(_once(out)), weights
 
     def project_keys(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> Any:
         """Not for heads on several devices.

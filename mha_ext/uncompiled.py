@@ -55,11 +55,22 @@ def outside_graphs_unless_rows_agree(method: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_exporting():
+            _refuse_other_cache(*args)
         if torch.compiler.is_compiling():
             return (inside if _rows_agree(*args, **kwargs) else outside)(*args, **kwargs)
         return method(*args, **kwargs)
 
     return call
+
+
+def _refuse_other_cache(cache: Any, *_: object) -> None:
+    """A program has no state of Python's: at every call it would write where the cache ended when it was exported."""
+    if not cache._rows.made_in_export:
+        raise NotImplementedError(
+            "KVCache: kv_cache must be made inside of what torch.export exports, got one made before: its length would "
+            "be a constant of the program (pass past keys and values in and out instead)"
+        )
 
 
 def _rows_agree(cache: Any, *arguments: object, lengths: object = None, **_: object) -> bool:

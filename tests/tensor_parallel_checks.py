@@ -211,6 +211,12 @@ def rowwise_output_alone(mesh: DeviceMesh) -> None:
         agree(one, many, inputs_for(one), **weights)
 
 
+def slope_of(module: nn.Module, x: Tensor) -> Tensor:
+    """To be differentiated in its turn."""
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(module(leaf, leaf, leaf)[0].sum(), leaf, create_graph=True)[0]
+
+
 def refusals(mesh: DeviceMesh) -> None:
     class Sub(mha_ext.MultiheadAttention):
         pass
@@ -233,6 +239,7 @@ def refusals(mesh: DeviceMesh) -> None:
         (lambda: late(x, x, x), ValueError, "out_proj must be a plain linear layer without hooks"),
         (lambda: fine(nested, nested, nested), NotImplementedError, "query must be a dense tensor"),
         (lambda: fine.project_keys(x, x), NotImplementedError, "project_keys"),
+        (lambda: slope_of(fine, x), NotImplementedError, "create_graph must be False"),
     ):
         try:
             call()

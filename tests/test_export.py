@@ -294,6 +294,26 @@ def test_a_growing_cache_exports(strict: bool) -> None:
     same(program.module()(x[:, :5], x[:, 5:]), (want[:, :5], want[:, 5:]))
 
 
+class Kept(nn.Module):
+    """A cache that outlives the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = make().requires_grad_(False), mha_ext.KVCache(2, HEADS, 8, EMBED // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, x, x, need_weights=False, kv_cache=self.cache)[0]
+        return out
+
+
+def test_a_cache_that_is_kept_is_refused() -> None:
+    """The program would write to the same place at every call. The cache is left as it was."""
+    model = Kept().eval()
+    with pytest.raises(NotImplementedError, match=r"kv_cache must be made inside of what torch\.export exports"):
+        torch.export.export(model, (sequence(2, 1),), strict=False)
+    assert model.cache.length == 0
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_cross_cache_exports(strict: bool) -> None:
     layer, x, memory = make(), sequence(2, 3), sequence(2, 6, seed=2)
