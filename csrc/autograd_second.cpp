@@ -37,6 +37,10 @@ std::array<at::Tensor, kNumGradients> as_array(const AttentionGradients& gradien
   return std::apply([](const auto&... g) { return std::array<at::Tensor, kNumGradients>{g...}; }, gradients);
 }
 
+variable_list as_list(const SecondGradients& gradients) {
+  return std::apply([](const auto&... g) { return variable_list{g...}; }, gradients);
+}
+
 AttentionGradients as_gradients(const std::array<at::Tensor, kNumGradients>& gradients) {
   return std::tuple_cat(gradients);
 }
@@ -104,13 +108,12 @@ AttentionGradients with_tangents(const AttentionArguments& a, const AttentionCot
   const AttentionGradients gradients =
       needs_gradient(constants) ? differentiated(a, c, constants) : call_attention_backward(primals, t.cotangents);
   const SecondGradients moved = call_attention_backward_jvp(primals, t);
-  const auto set = [](const at::Tensor& gradient, const at::Tensor& tangent) {
-    if (gradient.defined()) gradient._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
-  };
-  set(std::get<0>(gradients), std::get<0>(moved)), set(std::get<1>(gradients), std::get<1>(moved));
-  set(std::get<2>(gradients), std::get<2>(moved)), set(std::get<3>(gradients), std::get<3>(moved));
-  set(std::get<4>(gradients), std::get<4>(moved)), set(std::get<5>(gradients), std::get<5>(moved));
-  set(std::get<6>(gradients), std::get<6>(moved));
+  const auto primal_gradients = as_array(gradients);
+  const variable_list tangents = as_list(moved);
+  for (size_t i = 0; i < kNumGradients; ++i) {
+    if (!primal_gradients[i].defined()) continue;
+    primal_gradients[i]._set_fw_grad(tangents[i], /*level=*/0, /*is_inplace_op=*/false);
+  }
   return gradients;
 }
 
@@ -198,10 +201,6 @@ struct SecondCall {
   const BackwardTangents& tangents;
 };
 
-variable_list as_list(const SecondGradients& gradients) {
-  return std::apply([](const auto&... g) { return variable_list{g...}; }, gradients);
-}
-
 variable_list defined_of(const variable_list& tensors) {
   variable_list found;
   std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(found),
@@ -242,14 +241,14 @@ class SecondFunction : public torch::autograd::Function<SecondFunction> {
       sources.push_back(inputs[i]);
     }
     set_inputs(inputs, a, t);
-    variable_list results = defined_of(as_list(attention_backward_jvp_math(a, t))), sent;
-    for (size_t i = results.size(); i-- > 0;) {
-      if (grads[i].defined()) continue;
-      results.erase(results.begin() + static_cast<int64_t>(i));
+    const variable_list computed = defined_of(as_list(attention_backward_jvp_math(a, t)));
+    variable_list results;
+    for (size_t i = 0; i < computed.size(); ++i) {
+      if (grads[i].defined()) results.push_back(computed[i]);
     }
-    sent = defined_of(grads);
-    const variable_list found = torch::autograd::grad(results, sources, sent, /*retain_graph=*/differentiates,
-                                                      /*create_graph=*/differentiates, /*allow_unused=*/true);
+    const variable_list found =
+        torch::autograd::grad(results, sources, defined_of(grads), /*retain_graph=*/differentiates,
+                              /*create_graph=*/differentiates, /*allow_unused=*/true);
     variable_list gradients(kNumSecondInputs + 1);  // the first is the call's
     for (size_t i = 0, next = 0; i < kNumSecondInputs; ++i) {
       if (wanted[i]) gradients[i + 1] = found[next++];
