@@ -1,18 +1,22 @@
 """Our operators as other operators, for tools that translate a model operator by operator: ONNX export.
 
-``torch.onnx.export`` takes apart what it cannot translate by PyTorch's table of decompositions, so entering ours there
-is all it takes, for a module as for a program that ``torch.export`` made before. For operator set 23 and later an
-attention becomes ONNX's Attention where that can say it, else a composition of ATen operators. Compilers keep the
-operators: they read lists of their own. Fake tensors would read this table too when sizes are symbolic; the entry in
-the table of Meta functions keeps them at the operators' own Meta kernels.
+``torch.onnx.export`` takes apart what it cannot translate by the table ``torch._decomp.decomposition_table``, so ours
+are added to that name, for a module as for a program that ``torch.export`` made before. For operator set 23 and later
+an attention becomes ONNX's Attention where that can say it, else a composition of ATen operators.
+
+Compilers keep the operators. They ask PyTorch's registry itself, which ours stay out of: where the environment says
+``CI``, inductor refuses any operator found there that it has not been told to take apart. Fake tensors read the table
+when sizes are symbolic; the entry in the table of Meta functions keeps them at the operators' own Meta kernels.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._decomp
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._decomp import register_decomposition
@@ -65,8 +69,12 @@ def _attention(operator: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_ours: dict[torch._ops.OperatorBase, Callable[..., Any]] = {}
+torch._decomp.decomposition_table = ChainMap(torch._decomp.decomposition_table, _ours)  # type: ignore[assignment]
+
+
 def _register(operator: torch._ops.OpOverload[..., Any], function: Callable[..., Any]) -> None:
-    register_decomposition(operator)(function)
+    register_decomposition(operator, registry=_ours)(function)
     register_decomposition(operator, type="meta")(_kernel(operator, _META))
 
 

@@ -13,7 +13,7 @@ from mha_ext.cache_pages import PageStorage
 from mha_ext.cache_rows import Rows
 from mha_ext.cache_storage import Int8Codec, PlainCodec, RowStorage, Storage
 from mha_ext.errors import InvalidValueError
-from mha_ext.uncompiled import outside_graphs, outside_graphs_unless_rows_agree
+from mha_ext.uncompiled import outside_graphs, outside_graphs_unless_followed
 
 __all__ = ["KVCache"]
 
@@ -36,8 +36,8 @@ class KVCache:
     share its pages (`share_prefix`, `fork`, `reorder`) until one of them writes (Kwon et al. 2023).
 
     It is state of inference: it passes no gradients, and refuses tensors that expect one. Every error is raised before
-    anything has changed. Under ``torch.compile`` appending and reading join the graph where rows agree, without
-    ``window`` and ``page_size``; otherwise, and at its other methods, graphs break.
+    anything has changed. Under ``torch.compile`` appending and reading join the graph, without ``page_size`` and
+    ``lengths``; with these, and at its other methods, graphs break.
 
     Args:
         batch_size: number of rows B.
@@ -182,7 +182,7 @@ class KVCache:
         """Bytes of the memory for keys, values and scales; with pages, of those in use, a shared one counted once."""
         return self._store.nbytes
 
-    @outside_graphs_unless_rows_agree
+    @outside_graphs_unless_followed
     def append(self, key: Tensor, value: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
         """Adds n positions to every row, or the first ``lengths[b]`` of them to row b.
 
@@ -217,7 +217,7 @@ class KVCache:
         store.write(rows.held, counts, key, value)
         rows.append(ends, counts, count)
 
-    @outside_graphs_unless_rows_agree
+    @outside_graphs_unless_followed
     def key_value(self) -> tuple[Tensor, Tensor]:
         """Keys (B, G, S, D) and values (B, G, S, D_v) of the S = max(held) positions that are held.
 
@@ -226,7 +226,7 @@ class KVCache:
         """
         return self._store.read(max(self._rows.held))
 
-    @outside_graphs_unless_rows_agree
+    @outside_graphs_unless_followed
     def positions(self, num_queries: int) -> Tensor:
         """The numbers, from the start of each sequence, of the last ``num_queries`` positions appended (for RoPE).
 
@@ -246,7 +246,7 @@ class KVCache:
         num_queries = cache_checks.queries("KVCache.positions", num_queries, self._rows.furthest())
         return self._rows.positions(num_queries, self._device)
 
-    @outside_graphs_unless_rows_agree
+    @outside_graphs_unless_followed
     def key_range(self, num_queries: int) -> Tensor:
         """Which of `key_value`'s positions each of the last ``num_queries`` positions sees: start <= j < end.
 

@@ -50,10 +50,9 @@ class Rows:
 
     def assign(self, held: list[int], dropped: list[int], padding: list[int]) -> None:
         """Sets the three lists, of one entry or of one a row each, and joins the rows where all agree."""
-        rows = set(zip(*(self.each(numbers) for numbers in (held, dropped, padding)), strict=True))
-        if len(rows) == 1:
-            held, dropped, padding = ([number] for number in rows.pop())
-        elif rows:
+        if all(number == numbers[0] for numbers in (held, dropped, padding) for number in numbers):
+            held, dropped, padding = held[:1], dropped[:1], padding[:1]
+        else:
             held, dropped, padding = self.each(held), self.each(dropped), self.each(padding)
         self.held, self.dropped, self.padding = held, dropped, padding
 

@@ -150,6 +150,9 @@ def put_tokens(buffers: list[Tensor], places: tuple[list[int], list[int]], store
 class RowStorage:
     """One block of memory a row and head; a rolling cache moves what it keeps to the front when the block is full.
 
+    Blocks have one slot more than ever is in use: what is read then never is contiguous, and compilers, which tell
+    contiguous tensors from others, need no graph of its own for a full cache.
+
     Args:
         sizes: sizes of the cache.
         codec: how numbers are written.
@@ -164,12 +167,12 @@ class RowStorage:
         self.buffers = self._allocate(capacity, device)
 
     def _allocate(self, capacity: int, device: torch.device | None) -> list[Tensor]:
-        return allocate((self.sizes.batch, self.sizes.num_kv_heads, capacity), self.codec, self.sizes, device)
+        return allocate((self.sizes.batch, self.sizes.num_kv_heads, capacity + 1), self.codec, self.sizes, device)
 
     @property
     def nbytes(self) -> int:
-        """All that is allocated."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """What can be in use: all that is allocated but the spare slots."""
+        return sum(buffer[:, :, : self.capacity].nbytes for buffer in self.buffers)
 
     def write(self, held: list[int], counts: list[int], key: Tensor, value: Tensor) -> None:
         """See Storage."""

@@ -8,14 +8,14 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-__all__ = ["outside_graphs", "outside_graphs_unless_rows_agree", "with_open_numbers"]
+__all__ = ["outside_graphs", "outside_graphs_unless_followed", "with_open_numbers"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _REASON = (
-    "KVCache: what is done here depends on the length of each row; compile without fullgraph=True. Traced are append "
-    "(without lengths), key_value, positions and key_range where rows agree, without window and page_size"
+    "KVCache: what is done here depends on numbers that a graph does not have; compile without fullgraph=True. Traced "
+    "are append (without lengths), key_value, positions and key_range, without page_size"
 )
 
 
@@ -49,8 +49,8 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def outside_graphs_unless_rows_agree(method: Callable[P, R]) -> Callable[P, R]:
-    """The same, but traced where it does the same for every length: it moves nothing and treats all rows alike."""
+def outside_graphs_unless_followed(method: Callable[P, R]) -> Callable[P, R]:
+    """The same, but traced where all it does follows from the lengths of rows, which a graph has as open numbers."""
     outside, inside = outside_graphs(method), with_open_numbers(method)
 
     @wraps(method)
@@ -58,7 +58,7 @@ def outside_graphs_unless_rows_agree(method: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_exporting():
             _refuse_other_cache(*args)
         if torch.compiler.is_compiling():
-            return (inside if _rows_agree(*args, **kwargs) else outside)(*args, **kwargs)
+            return (inside if _followed(*args, **kwargs) else outside)(*args, **kwargs)
         return method(*args, **kwargs)
 
     return call
@@ -73,7 +73,7 @@ def _refuse_other_cache(cache: Any, *_: object) -> None:
         )
 
 
-def _rows_agree(cache: Any, *arguments: object, lengths: object = None, **_: object) -> bool:
-    """Whether all rows of a cache are alike in a call; ``lengths`` are the third argument of its `append`."""
+def _followed(cache: Any, *arguments: object, lengths: object = None, **_: object) -> bool:
+    """Whether no tensor's numbers and no pages matter in a call; ``lengths`` are the third argument of its `append`."""
     given = lengths is not None or (len(arguments) > 2 and arguments[2] is not None)
-    return cache.window is None and cache.page_size is None and not (cache.ragged or given)
+    return cache.page_size is None and not given

@@ -286,12 +286,15 @@ class Crossed(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_growing_cache_exports(strict: bool) -> None:
-    """Into writes at fixed places."""
-    layer, x = make().requires_grad_(False), sequence(2, 6)
+    """For prompts of any length that leaves room for the token, up to a full cache."""
+    layer, longest = make().requires_grad_(False), 15
     example = (sequence(2, 5, seed=3), sequence(2, 1, seed=4))
-    program = torch.export.export(Decoded(layer).eval(), example, strict=strict)
-    want = exact_layer(layer, (x, x, x), is_causal=True).out
-    same(program.module()(x[:, :5], x[:, 5:]), (want[:, :5], want[:, 5:]))
+    sizes = {"prompt": {1: torch.export.Dim("length", min=2, max=longest)}, "token": None}
+    program = torch.export.export(Decoded(layer).eval(), example, strict=strict, dynamic_shapes=sizes)
+    for length in (5, longest):
+        x = sequence(2, length + 1)
+        want = exact_layer(layer, (x, x, x), is_causal=True).out
+        same(program.module()(x[:, :length], x[:, length:]), (want[:, :length], want[:, length:]))
 
 
 class Kept(nn.Module):

@@ -28,8 +28,7 @@ from onnx_programs import (
 )
 from other_libraries import ORT, need, three_way
 from tolerances import assert_within, double_limit
-from torch import Tensor, nn
-from torch._decomp import decomposition_table
+from torch import Tensor, _decomp, nn
 from variant_cases import Variant, exact
 from variant_cases import make as make_call
 
@@ -303,7 +302,7 @@ def test_what_the_operator_cannot_say_is_composed(kind: str) -> None:
 
     if kind == "dropout":
         program = torch.export.export(Composed(), (query,))
-        found = decomposition_table[ours.default](query, query, query, None, None, seed, dropout_p=0.5)[0]
+        found = _decomp.decomposition_table[ours.default](query, query, query, None, None, seed, dropout_p=0.5)[0]
         assert program is not None
         assert_within(found, Composed()(query), double_limit(found, 8))
         return
@@ -317,7 +316,7 @@ def test_outside_an_export_to_onnx_the_operators_are_composed() -> None:
     """PyTorch's whole table, given to a program's own run_decompositions, has no ONNX operators in it."""
     model = Layer(mha_ext.MultiheadAttention(EMBED, HEADS, batch_first=True).double(), need_weights=False).eval()
     inputs = inputs_of(2, 5, 6)
-    program = torch.export.export(model, (), inputs).run_decompositions(dict(decomposition_table))
+    program = torch.export.export(model, (), inputs).run_decompositions(dict(_decomp.decomposition_table))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not [n for n in names if "onnx" in n or "mha_ext" in n]
     want = exact_layer(model.module, tuple(inputs.values())).out
