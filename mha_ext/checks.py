@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -196,6 +196,8 @@ def integer(where: str, name: str, given: Any) -> int:
     """
     if type(given) is int:
         return given
+    if isinstance(given, torch.SymInt):  # an open size of what torch.export traces
+        return cast(int, given)
     if not isinstance(given, bool):
         try:
             return operator.index(given)

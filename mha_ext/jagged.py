@@ -43,14 +43,14 @@ def attend(where: str, query: Any, key: Any, value: Any, enable_gqa: bool, **key
     (q, starts_q), (k, starts_k), (v, starts_v) = packed
     if starts_k is not starts_v and not torch.equal(starts_k, starts_v):
         raise InvalidValueError(f"{where}: value must have key's lengths, got others")
-    if len(starts_q) != len(starts_k):
-        batches = f"{len(starts_q) - 1}, got {len(starts_k) - 1}"
+    if starts_q.shape[0] != starts_k.shape[0]:
+        batches = f"{starts_q.shape[0] - 1}, got {starts_k.shape[0] - 1}"
         raise InvalidValueError(f"{where}: key must have query's batch size {batches}")
     if not enable_gqa and q.shape[1] != k.shape[1]:
         raise InvalidValueError(
             f"{where}: key must have query's {q.shape[1]} heads (enable_gqa=True: a divisor), got {k.shape[1]}"
         )
-    longest = [int(starts.diff().max()) if len(starts) > 1 else 0 for starts in (starts_q, starts_k)]
+    longest = [int(starts.diff().max()) if starts.shape[0] > 1 else 0 for starts in (starts_q, starts_k)]
     out: Any = varlen_attention(q, k, v, starts_q, starts_k, longest[0], longest[1], **options)
     # The same offsets object, so that the result adds to query.
     return torch.nested.nested_tensor_from_jagged(out, offsets=starts_q).transpose(1, 2)

@@ -61,12 +61,12 @@ class CrossCache:
             TypeError: not integers.
             ValueError: another number of them, or out of range.
         """
-        batch = len(self.key)
+        batch = self.key.shape[0]
         batch_indices = torch.tensor(
             cache_checks.integers("CrossCache.reorder", "batch_indices", batch_indices, (batch, 0, batch - 1))
         )
         self.key, self.value = self.key[batch_indices], self.value[batch_indices]
-        if self.key_padding_mask is not None and len(self.key_padding_mask) > 1:
+        if self.key_padding_mask is not None and self.key_padding_mask.shape[0] > 1:
             self.key_padding_mask = self.key_padding_mask[batch_indices]
 
 
@@ -234,8 +234,8 @@ def _cross_query(
     checks.tensor(where, "query", query)
     call = _checked(module, where, (query, _like(query, module.kdim), _like(query, module.vdim)))
     q, sizes = call.heads(0), call.sizes
-    if sizes.batch != len(cache.key):
-        raise InvalidValueError(f"{where}: query must have kv_cache's batch size {len(cache.key)}, got {sizes.batch}")
+    if sizes.batch != cache.key.shape[0]:
+        raise InvalidValueError(f"{where}: query must have kv_cache's batch size {cache.key.shape[0]}, got {sizes.batch}")
     if module._has_variants:
         _require_no_positions(module, where)
         q = layer_variants.norm_and_rotate(module, q, q, bool(module.batch_first))[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from mha_ext import _ops, axes, checks, masks
 from mha_ext.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["Given", "Sizes", "has_readable_values", "limits", "resolve", "softcap"]
+__all__ = ["Given", "Sizes", "has_readable_values", "limits", "places", "resolve", "softcap"]
 
 NO_LIMIT = -1
 _FAR = 1 << 40  # beyond any sequence, and far from where sums overflow
@@ -212,9 +212,21 @@ def _segments(where: str, given: Any, sizes: Sizes, query: Tensor) -> tuple[Tens
             row, place = (int(i) for i in (one[:, 1:] < one[:, :-1]).nonzero()[0])
             change = f"{int(one[row, place])} before {int(one[row, place + 1])}"
             raise InvalidValueError(f"{where}: segment_ids must not decrease along the sequence, got {change}")
-    rows = 1 if all(len(one) == 1 for one in ids) else prod(sizes.batch)
+    rows = 1 if all(one.shape[0] == 1 for one in ids) else prod(sizes.batch)
     query_ids, key_ids = (one.expand(rows, -1).contiguous() for one in ids)
-    return torch.searchsorted(key_ids, query_ids), torch.searchsorted(key_ids, query_ids, right=True)
+    return places(key_ids, query_ids), places(key_ids, query_ids, behind_equals=True)
+
+
+def places(ascending: Tensor, numbers: Tensor, *, behind_equals: bool = False) -> Tensor:
+    """How many of ``ascending`` come before each of ``numbers``: (..., N) and (..., M) to (..., M) int64.
+
+    Found by search, which is safe whatever the numbers are: nobody can look at them while a program is traced. ONNX has
+    no search and compares all pairs.
+    """
+    if torch.onnx.is_in_onnx_export():
+        line, column = ascending.unsqueeze(-2), numbers.unsqueeze(-1)
+        return (line <= column if behind_equals else line < column).sum(-1)
+    return torch.searchsorted(ascending, numbers, right=behind_equals)
 
 
 def _prefix(where: str, given: Any, sizes: Sizes, offset: int, query: Tensor) -> tuple[Tensor, Tensor]:

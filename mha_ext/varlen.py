@@ -73,19 +73,19 @@ def varlen_attention(
     bounds = [
         _starts(name, given, total, longest, query.device)
         for name, given, total, longest in (
-            ("q", cu_seqlens_q, len(query), max_seqlen_q),
-            ("k", cu_seqlens_k, len(key), max_seqlen_k),
+            ("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
+            ("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
         )
     ]
-    if len(bounds[0]) != len(bounds[1]):
-        counts = f"{len(bounds[0])} and {len(bounds[1])}"
+    if bounds[0].shape[0] != bounds[1].shape[0]:
+        counts = f"{bounds[0].shape[0]} and {bounds[1].shape[0]}"
         raise InvalidValueError(f"{_WHERE}: cu_seqlens_k must have as many entries as cu_seqlens_q, got {counts}")
     checks.dropout_probability(_WHERE, "dropout_p", dropout_p)
     if scale is not None:
         scale = checks.real(_WHERE, "scale", scale)
     left, right = (variants.NO_LIMIT, variants.NO_LIMIT) if window is None else variants.limits(_WHERE, window)
     sides = (left, 0 if is_causal else right)
-    key_range = _key_range(bounds[0], bounds[1], len(query), sides, causal_alignment == "lower_right")
+    key_range = _key_range(bounds[0], bounds[1], query.shape[0], sides, causal_alignment == "lower_right")
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     try:
@@ -120,7 +120,7 @@ def _starts(which: str, given: Any, total: int, longest: Any, device: torch.devi
     checks.tensor(_WHERE, name, given)
     if given.dtype not in (torch.int32, torch.int64):
         raise InvalidTypeError(f"{_WHERE}: {name} must be int32 or int64, got {given.dtype}")
-    if given.dim() != 1 or len(given) < 1:
+    if given.dim() != 1 or given.shape[0] < 1:
         raise InvalidValueError(f"{_WHERE}: {name} must have shape (N + 1,), got {tuple(given.shape)}")
     checks.same_device(_WHERE, name, given, device)
     longest = checks.integer(_WHERE, f"max_seqlen_{which}", longest)
@@ -134,7 +134,7 @@ def _starts(which: str, given: Any, total: int, longest: Any, device: torch.devi
             where = int((lengths < 0).nonzero()[0])
             pair = f"{int(starts[where])} before {int(starts[where + 1])}"
             raise InvalidValueError(f"{_WHERE}: {name} must not decrease, got {pair}")
-        found = int(lengths.max()) if len(lengths) else 0
+        found = int(lengths.max()) if lengths.shape[0] else 0
         if longest < found:
             expected = f"at least the longest sequence's length {found}"
             raise InvalidValueError(f"{_WHERE}: max_seqlen_{which} must be {expected}, got {longest}")
@@ -145,10 +145,9 @@ def _key_range(starts_q: Tensor, starts_k: Tensor, total: int, sides: tuple[int,
     """The packed keys that each packed query sees, int32 ``(2, 1, total)``."""
     lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
     place = torch.arange(total, device=starts_q.device)
-    if len(lengths_q) == 0:
+    if lengths_q.shape[0] == 0:
         return place.new_zeros((2, 1, total), dtype=torch.int32)
-    # Found by search, which is safe whatever the numbers are: nobody can look at them while a program is traced.
-    sequence = torch.searchsorted(starts_q[1:].contiguous(), place, right=True).clamp(max=len(lengths_q) - 1)
+    sequence = variants.places(starts_q[1:].contiguous(), place, behind_equals=True).clamp(max=lengths_q.shape[0] - 1)
     begin, end = starts_k[:-1][sequence], starts_k[1:][sequence]
     left, right = sides
     if left >= 0 or right >= 0:

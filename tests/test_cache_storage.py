@@ -293,10 +293,11 @@ class Step(nn.Module):
         return scores.softmax(-1) @ values + self.cache.positions(1)[..., None, None, None]
 
 
-@pytest.mark.parametrize("kind", ["plain", "rolling int8", "pages"])
-def test_compiled_steps_are_not_compiled_anew(kind: str) -> None:
-    """Graphs break at the cache; what lies between is compiled for the first lengths and then for all, and once
-    more for the strides of a second page."""
+@pytest.mark.parametrize(("kind", "more"), [("plain", 0), ("rolling int8", 3), ("pages", 1)])
+def test_compiled_steps_are_not_compiled_anew(kind: str, more: int) -> None:
+    """Compiled for the first length and then for all. Two more graphs when the window of 7 first moves to the front of
+    its 14 slots, one when it does so again; at pages graphs break, and what lies between is compiled once more for the
+    strides of a second page."""
     torch._dynamo.reset()
     counter = CompileCounter()
     plain, compiled = Step(make(kind)), Step(make(kind))
@@ -308,7 +309,7 @@ def test_compiled_steps_are_not_compiled_anew(kind: str) -> None:
             x = torch.randn(B, 1, 8)
             torch.testing.assert_close(step(x), plain(x), rtol=0, atol=0)
             counts.append(counter.frame_count)
-    assert 1 <= counts[2] == counts[14] and counts[20] == counts[-1] <= counts[2] + 1
+    assert 1 <= counts[2] == counts[13] and counts[21] == counts[-1] <= counts[2] + more
 
 
 @pytest.mark.parametrize("kind", ["plain", "pages"])

@@ -237,6 +237,44 @@ def test_more_calls_of_the_function(name: str) -> None:
     check_call(MORE_CALLS[name])
 
 
+class Documents(nn.Module):
+    """Whose documents are inputs: as a number for each position, or as the places where they begin in one sequence."""
+
+    def forward(self, query: Tensor, ids: Tensor, packed: Tensor, starts: Tensor) -> Any:
+        own = functional.scaled_dot_product_attention(query, query, query, segment_ids=ids, is_causal=True, scale=0.375)
+        longest = packed.shape[0]
+        return own, functional.varlen_attention(
+            packed, packed, packed, starts, starts, longest, longest, is_causal=True, scale=0.375
+        )
+
+
+@pytest.mark.long
+def test_documents_of_any_number_and_length() -> None:
+    def tensors(length: int, ids: list[list[int]], starts: list[int]) -> dict[str, Tensor]:
+        query = sequence(len(ids), 2 * length, 8).view(len(ids), 2, length, 8)
+        packed = sequence(1, starts[-1] * 2, 8, seed=2).view(-1, 2, 8)
+        numbers = torch.tensor(starts, dtype=torch.int32)
+        return {"query": query, "ids": torch.tensor(ids), "packed": packed, "starts": numbers}
+
+    def one(x: Tensor) -> Tensor:
+        heads = x.unsqueeze(0)
+        return reference.attention(heads, heads, heads, is_causal=True, scale=0.375)[0].squeeze(0)
+
+    packed, documents = torch.export.Dim("packed"), torch.export.Dim("documents", min=3)
+    sizes = {"query": {0: B, 2: T}, "ids": {0: B, 1: T}, "packed": {0: packed}, "starts": {0: documents}}
+    program = export(Documents(), tensors(5, [[0, 0, 1, 1, 1], [2, 2, 2, 2, 4]], [0, 3, 9]), sizes, OPSET)
+    other = tensors(6, [[0, 0, 1, 1, 1, 5], [7, 7, 7, 7, 7, 7], [1, 2, 3, 3, 4, 4]], [0, 2, 2, 7, 11])
+    assert len(attention_nodes(program)) == 2
+    (own, together), got = Documents()(**other), run(program, other)
+    rows = []
+    for x, ids in zip(other["query"], other["ids"], strict=True):
+        counts = ids.unique_consecutive(return_counts=True)[1].tolist()
+        rows.append(torch.cat([one(part) for part in x.split(counts, 1)], 1))
+    near("ids", own, got[0], torch.stack(rows))
+    parts = other["packed"].split(other["starts"].diff().tolist())
+    near("starts", together, got[1], torch.cat([one(part.transpose(0, 1)).transpose(0, 1) for part in parts]))
+
+
 class Step(nn.Module):
     """Decoding: keys and values that are there, those of the new tokens, and all of them for the next step."""
 
