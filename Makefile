@@ -11,6 +11,8 @@ REQUIREMENTS := $(wildcard requirements/*.txt)
 # The stamps carry torch's version: an extension fits only the torch it was compiled against.
 INSTALLED := .venv/installed-torch-$(TORCH_VERSION)
 BUILT := build/built-torch-$(TORCH_VERSION)
+# Tests are many and small: two processes. ARGS='-n 0' is one, for a debugger.
+IN_PARALLEL := -n 2 --dist worksteal
 export CXX
 
 .PHONY: help demo test bench build lint clean always
@@ -29,7 +31,7 @@ demo: build
 	@$(PY) -m mha_ext.demo $(ARGS)
 
 test: build
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(IN_PARALLEL) $(ARGS)
 
 bench: build
 	@$(PY) -m benchmarks.run $(ARGS)

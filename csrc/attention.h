@@ -125,6 +125,9 @@ double softcap_of(const AttentionArguments& arguments);
 // then.
 at::Tensor sink_in(const AttentionArguments& arguments, at::ScalarType type);
 
+// exp(sink - lse), (B, H, T_q): the part of each row that such a sink has; 0 where a query sees no key.
+at::Tensor sink_share(const at::Tensor& sink, const at::Tensor& lse);
+
 // The axes of (B, H, T_q) that its gradient sums over.
 inline at::IntArrayRef sink_rows(const at::Tensor& sink) {
   static constexpr std::array<int64_t, 2> kAxes{2, 0};

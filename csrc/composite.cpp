@@ -83,7 +83,6 @@ AttentionGradients attention_backward_math(const AttentionArguments& a, const At
     grad_value = p.value.values * 0;
   }
   const auto& wanted = c.output_mask;
-  const Variants& v = a.variants;
   const pairs::ScoreGradient grad = pairs::score_gradient(p, grad_weights, c.grad_lse);
   const pairs::MaskGradients g = pairs::mask_gradients(a, grad.scores, {wanted[3], wanted[4], wanted[5]});
   const at::Tensor grad_products = pairs::uncapped_gradient(p, grad.scores);
@@ -91,13 +90,8 @@ AttentionGradients attention_backward_math(const AttentionArguments& a, const At
   if (wanted[0]) grad_query = pairs::query_gradient(a, grad_products, p.key.values) * pairs::scale_of(a);
   if (wanted[1]) grad_key = pairs::key_gradient(a, grad_products, p.query.values);
   const at::Tensor grad_sink = wanted[6] ? pairs::sink_gradient(p, grad.delta) : at::Tensor();
-  return {pairs::finish(grad_query, a.query),
-          pairs::finish(grad_key, a.key),
-          pairs::finish(grad_value, a.value),
-          pairs::finish_mask(g.attn_mask, a.attn_mask),
-          pairs::finish_mask(g.key_padding_mask, a.key_padding_mask),
-          pairs::finish_mask(g.relative_bias, v.relative_bias),
-          pairs::finish_mask(grad_sink, v.sink)};
+  return pairs::finish_all(
+      {grad_query, grad_key, grad_value, g.attn_mask, g.key_padding_mask, g.relative_bias, grad_sink}, a);
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

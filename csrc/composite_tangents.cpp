@@ -162,16 +162,11 @@ SecondGradients attention_backward_jvp_math(const AttentionArguments& a, const B
   AttentionResult moved;
   if (t.output_mask[7] || t.output_mask[8]) moved = pairs::moved_results(a, p, m);
   const auto& [out, lse] = moved;
-  const Variants& v = a.variants;
-  return {pairs::finish(g[0], a.query),
-          pairs::finish(g[1], a.key),
-          pairs::finish(g[2], a.value),
-          pairs::finish_mask(g[3], a.attn_mask),
-          pairs::finish_mask(g[4], a.key_padding_mask),
-          pairs::finish_mask(g[5], v.relative_bias),
-          pairs::finish_mask(g[6], v.sink),
-          t.output_mask[7] ? lay_out_like_query(out.to(a.query.scalar_type()), a.query) : at::Tensor(),
-          t.output_mask[8] ? lse.contiguous() : at::Tensor()};
+  const at::Tensor none;
+  return std::tuple_cat(
+      pairs::finish_all(g, a),
+      AttentionResult(t.output_mask[7] ? lay_out_like_query(out.to(a.query.scalar_type()), a.query) : none,
+                      t.output_mask[8] ? lse.contiguous() : none));
 }
 
 AttentionResult attention_jvp_tiled(const AttentionArguments& a, const ForwardTangents& t) {
@@ -221,16 +216,7 @@ SecondGradients attention_backward_jvp_tiled(const AttentionArguments& a, const 
     if (wanted[7]) rows_in(out, block).copy_(moved_out);
     if (wanted[8]) rows_in(lse, block).copy_(moved_lse);
   });
-  const Variants& v = a.variants;
-  return {pairs::finish(sums.query, a.query),
-          pairs::finish(sums.key, a.key),
-          pairs::finish(sums.value, a.value),
-          pairs::finish_mask(sums.attn_mask, a.attn_mask),
-          pairs::finish_mask(sums.key_padding_mask, a.key_padding_mask),
-          pairs::finish_mask(sums.variants.relative_bias, v.relative_bias),
-          pairs::finish_mask(sums.variants.sink, v.sink),
-          out,
-          lse};
+  return std::tuple_cat(pairs::finish_all(as_tangents(sums), a), AttentionResult(out, lse));
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CompositeExplicitAutograd, m) {

@@ -55,9 +55,7 @@ ScoreGradient score_gradient(const Problem& p, const at::Tensor& grad_weights, c
 }
 
 at::Tensor sink_gradient(const Problem& p, const at::Tensor& delta) {
-  const at::Tensor empty = p.softmax.lse.isneginf(), lse = p.softmax.lse.masked_fill(empty, 0);
-  const at::Tensor probability = (p.sink.unsqueeze(-1) - lse).exp().masked_fill(empty, 0);
-  return -(probability * delta.squeeze(-1)).sum(sink_rows(p.sink));
+  return -(sink_share(p.sink, p.softmax.lse) * delta.squeeze(-1)).sum(sink_rows(p.sink));
 }
 
 MaskGradients mask_gradients(const AttentionArguments& a, const at::Tensor& grad_scores,
@@ -117,6 +115,16 @@ at::Tensor finish(const at::Tensor& tensor, const at::Tensor& like) {
 
 at::Tensor finish_mask(const at::Tensor& tensor, const at::Tensor& mask) {
   return tensor.defined() ? tensor.to(mask.scalar_type()).contiguous() : tensor;
+}
+
+AttentionGradients finish_all(const Tangents& gradients, const AttentionArguments& a) {
+  return {finish(gradients[0], a.query),
+          finish(gradients[1], a.key),
+          finish(gradients[2], a.value),
+          finish_mask(gradients[3], a.attn_mask),
+          finish_mask(gradients[4], a.key_padding_mask),
+          finish_mask(gradients[5], a.variants.relative_bias),
+          finish_mask(gradients[6], a.variants.sink)};
 }
 
 }  // namespace mha_ext::pairs

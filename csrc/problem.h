@@ -68,5 +68,7 @@ at::Tensor value_gradient(const AttentionArguments& arguments, const Problem& pr
 at::Tensor finish(const at::Tensor& tensor, const at::Tensor& like);
 // A mask's gradient in the mask's dtype.
 at::Tensor finish_mask(const at::Tensor& tensor, const at::Tensor& mask);
+// All gradients as their inputs are, in the operators' order.
+AttentionGradients finish_all(const Tangents& gradients, const AttentionArguments& arguments);
 
 }  // namespace mha_ext::pairs

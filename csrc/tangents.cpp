@@ -22,11 +22,8 @@ Operand operand_of(const at::Tensor& tangent, const Problem& p, const AttentionA
   return tangent.defined() ? make_operand(tangent.to(compute_dtype(a.query)), p.hidden) : Operand{};
 }
 
-// exp(sink - lse), (B, H, T_q, 1): the part of a row that its sink has.
-at::Tensor sink_share(const Problem& p) {
-  const at::Tensor empty = p.softmax.lse.isneginf(), lse = p.softmax.lse.masked_fill(empty, 0);
-  return (p.sink.unsqueeze(-1) - lse).exp().masked_fill(empty, 0).unsqueeze(-1);
-}
+// A column beside the pairs, (B, H, T_q, 1).
+at::Tensor sink_column(const Problem& p) { return sink_share(p.sink, p.softmax.lse).unsqueeze(-1); }
 
 at::Tensor sink_tangent(const AttentionArguments& a, const Tangents& tangents) {
   return tangents[6].to(compute_dtype(a.query)).unsqueeze(-1).unsqueeze(-1);
@@ -80,7 +77,7 @@ Motion move(const AttentionArguments& a, const Problem& p, const Tangents& tange
   at::Tensor scores = without_hidden(sum_of(capped, mask_tangent(a, tangents)), p);
   if (!scores.defined()) scores = probabilities * 0;
   m.lse = (probabilities * scores).sum(-1, /*keepdim=*/true);
-  if (tangents[6].defined()) m.lse = m.lse + sink_share(p) * sink_tangent(a, tangents);
+  if (tangents[6].defined()) m.lse = m.lse + sink_column(p) * sink_tangent(a, tangents);
   m.probabilities = without_hidden(probabilities * (scores - m.lse), p);
   return m;
 }
@@ -118,7 +115,7 @@ std::array<at::Tensor, kNumGradients> moved_gradients(const AttentionArguments& 
   result[3] = masks.attn_mask, result[4] = masks.key_padding_mask, result[5] = masks.relative_bias;
   if (wanted[6]) {
     const at::Tensor away = t.inputs[6].defined() ? sink_tangent(a, t.inputs) - m.lse : -m.lse;
-    result[6] = -(sink_share(p) * (away * s.delta + s.moved_delta)).squeeze(-1).sum(sink_rows(p.sink));
+    result[6] = -(sink_column(p) * (away * s.delta + s.moved_delta)).squeeze(-1).sum(sink_rows(p.sink));
   }
   return result;
 }

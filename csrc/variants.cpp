@@ -17,6 +17,11 @@ at::Tensor sink_in(const AttentionArguments& a, at::ScalarType type) {
   return a.variants.sink.to(type).clamp_max(most);
 }
 
+at::Tensor sink_share(const at::Tensor& sink, const at::Tensor& lse) {
+  const at::Tensor empty = lse.isneginf();
+  return (sink.unsqueeze(-1) - lse.masked_fill(empty, 0)).exp().masked_fill(empty, 0);
+}
+
 AttentionArguments on_keys(const PagedArguments& a, const at::Tensor& key, const at::Tensor& value) {
   AttentionArguments arguments{a.query, key, value, {}, {}, {}};
   arguments.scale = a.scale;

@@ -61,7 +61,7 @@ def test_any_attention(options: dict[str, Any], seed: int) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn(roads.FACTORS), st.integers(0, 2**16))
 def test_many_layers(options: dict[str, Any], seed: int) -> None:
     check_layer(options, seed)

@@ -181,7 +181,7 @@ test_onnx_attention_long_sweep = pytest.mark.long(
     settings(max_examples=3000)(given(DRAWN, st.sampled_from(ORT_DTYPES), SEEDS)(sweep_ort))
 )
 test_jax_long_sweep = pytest.mark.long(
-    settings(max_examples=200)(given(DRAWN, st.sampled_from(JAX_DTYPES), SEEDS)(sweep_jax))
+    settings(max_examples=70)(given(DRAWN, st.sampled_from(JAX_DTYPES), SEEDS)(sweep_jax))
 )
 
 

@@ -67,7 +67,7 @@ def test_any_combination(case: Variant, seed: int) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(variants(long=True), SEEDS)
 def test_any_combination_at_length(case: Variant, seed: int) -> None:
     check(make(case, seed))

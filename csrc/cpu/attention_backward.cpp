@@ -16,8 +16,6 @@ namespace {
 at::Tensor sink_gradient(const AttentionArguments& args, const AttentionCotangents& c, const at::Tensor& grad_lse) {
   const at::Tensor& sink = args.variants.sink;
   const at::ScalarType type = c.lse.scalar_type();
-  const at::Tensor logit = sink_in(args, type).unsqueeze(-1);
-  const at::Tensor probability = (logit - c.lse).exp().masked_fill(c.lse.isneginf(), 0);
   at::Tensor delta;
   if (c.grad_out.defined()) {
     at::Tensor out = c.out.to(type);
@@ -26,7 +24,7 @@ at::Tensor sink_gradient(const AttentionArguments& args, const AttentionCotangen
   }
   if (grad_lse.defined()) delta = delta.defined() ? delta - grad_lse : -grad_lse;
   if (!delta.defined()) return at::zeros_like(sink);
-  return -(probability * delta).sum(sink_rows(sink)).to(sink.scalar_type());
+  return -(sink_share(sink_in(args, type), c.lse) * delta).sum(sink_rows(sink)).to(sink.scalar_type());
 }
 
 }  // namespace

@@ -140,7 +140,7 @@ RowSums row_sums(const AttentionArguments& a, const BackwardTangents& t, const A
 at::Tensor moved_sink_gradient(const AttentionArguments& a, const BackwardTangents& t, const at::Tensor& moved_lse,
                                const RowSums& sums) {
   const at::Tensor& lse = t.cotangents.lse;
-  const at::Tensor share = (sink_in(a, lse.scalar_type()).unsqueeze(-1) - lse).exp().masked_fill(lse.isneginf(), 0);
+  const at::Tensor share = sink_share(sink_in(a, lse.scalar_type()), lse);
   at::Tensor away = -moved_lse;
   if (t.inputs[6].defined()) away = away + t.inputs[6].to(lse.scalar_type()).unsqueeze(-1);
   return -(share * (away * sums.delta + sums.moved_delta))
