@@ -118,7 +118,7 @@ def test_our_own_layer_compiled_is_compiled_and_gives_the_same(need_weights: boo
     task = "forward" if need_weights else "training"
     case = replace(LAYER, task=task, causal=True, need_weights=need_weights, beside="compiled")
     (peer,) = comparisons(case)
-    assert peer.worker == "torch.compile" and peer.same_result
+    assert peer.worker == OURS["layer"].worker and peer.same_result
     assert_agree(case, [peer])  # building it refuses what is not compiled
 
 

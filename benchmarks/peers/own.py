@@ -82,11 +82,13 @@ class TwoLinears(Peer):
 
 
 class CompiledOurs(Peer):
-    """Our own layer under ``torch.compile``, as one graph: what a compiled call costs beside an eager one."""
+    """Our own layer under ``torch.compile``, as one graph: what a compiled call costs beside an eager one.
+
+    In the process of that one: from another, with threads of its own, it would be charged with what waking these costs.
+    """
 
     level = "layer"
     name = "mha_ext, compiled"
-    worker = "torch.compile"
 
     def missing(self) -> str | None:
         """The generated code is C++."""
