@@ -14,7 +14,7 @@ from torch import Tensor
 from mha_ext import _ops, cache_checks, checks, layer, layer_variants, parameters, plain, variants
 from mha_ext.cache import KVCache
 from mha_ext.errors import InvalidTypeError, InvalidValueError
-from mha_ext.uncompiled import with_open_numbers
+from mha_ext.uncompiled import outside_graphs, with_open_numbers
 
 __all__ = ["CrossCache", "attend", "project_keys"]
 
@@ -234,8 +234,9 @@ def _cross_query(
     checks.tensor(where, "query", query)
     call = _checked(module, where, (query, _like(query, module.kdim), _like(query, module.vdim)))
     q, sizes = call.heads(0), call.sizes
-    if sizes.batch != cache.key.shape[0]:
-        raise InvalidValueError(f"{where}: query must have kv_cache's batch size {cache.key.shape[0]}, got {sizes.batch}")
+    batch = cache.key.shape[0]
+    if sizes.batch != batch:
+        raise InvalidValueError(f"{where}: query must have kv_cache's batch size {batch}, got {sizes.batch}")
     if module._has_variants:
         _require_no_positions(module, where)
         q = layer_variants.norm_and_rotate(module, q, q, bool(module.batch_first))[0]
@@ -257,7 +258,8 @@ def _grown(
     if sizes.num_queries != sizes.num_keys:
         lengths = f"{sizes.num_queries}, got {sizes.num_keys}"
         raise InvalidValueError(f"{where}: key must have query's length with a KVCache, {lengths}")
-    real = _real_lengths(where, options.key_padding_mask, sizes)
+    padding = options.key_padding_mask
+    real = None if padding is None else _real_lengths(where, padding, sizes)
     device = inputs[0].device
     options = layer.resolve(where, options._replace(key_padding_mask=None), sizes, module.num_heads, device)
     q, k, v = layer.project(call.inputs, call.weights, call.bias, call.counts, call.batch_first)
@@ -274,10 +276,9 @@ def _grown(
     return q, options._replace(causal=0, key_range=cache.key_range(sizes.num_queries))
 
 
-def _real_lengths(where: str, padding: Any, sizes: checks.LayerSizes) -> Tensor | None:
+@outside_graphs
+def _real_lengths(where: str, padding: Any, sizes: checks.LayerSizes) -> Tensor:
     """How many of each row's new keys are real, from a mask of padding behind them."""
-    if padding is None:
-        return None
     checks.tensor(where, "key_padding_mask", padding)
     expected = (sizes.batch, sizes.num_keys) if sizes.batched else (sizes.num_keys,)
     if padding.dtype != torch.bool or tuple(padding.shape) != expected:
@@ -286,7 +287,8 @@ def _real_lengths(where: str, padding: Any, sizes: checks.LayerSizes) -> Tensor 
     padding = padding.reshape(sizes.batch, sizes.num_keys)
     if bool((padding[:, :-1] & ~padding[:, 1:]).any()):
         raise InvalidValueError(f"{where}: key_padding_mask must mark padding behind the keys only, with a KVCache")
-    return padding.logical_not().sum(1)  # type: ignore[no-any-return]
+    real: Tensor = padding.logical_not().sum(1)
+    return real
 
 
 def _both_windows(own: layer.Options, options: layer.Options) -> layer.Options:

@@ -161,9 +161,8 @@ def test_pages_and_given_lengths_break_the_graph_and_say_so() -> None:
             return layer(x, x, x, kv_cache=kept, need_weights=False, key_padding_mask=mask)[0]
 
         refusal = pytest.raises(torch._dynamo.exc.Unsupported, match="numbers that a graph does not have")
-        if kind == "pages":
-            with refusal, torch.no_grad():
-                torch.compile(call, fullgraph=True, backend="eager")(sequence(2, 1), traced, False)
+        with refusal, torch.no_grad():
+            torch.compile(call, fullgraph=True, backend="eager")(sequence(2, 2), traced, kind == "lengths")
         torch._dynamo.reset()
         compiled = torch.compile(call, backend="eager")
         with torch.no_grad():
