@@ -31,6 +31,9 @@ py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
   info["compiler"] = __VERSION__;
+#ifdef MHA_EXT_EMULATE_AVX512
+  info["emulated"] = "avx512, avx512_bf16";
+#endif
   return info;
 }
 

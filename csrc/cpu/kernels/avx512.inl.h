@@ -3,7 +3,11 @@
 // that they never set (GCC bug 105593).
 #pragma once
 
+#ifdef __AVX512F__
 #include <immintrin.h>
+#else
+#include "avx512_emulated.h"
+#endif
 
 #include "simd.inl.h"
 
