@@ -159,14 +159,16 @@ def test_other_lengths_and_batches_cost_one_more_graph(name: str, masked: bool) 
 
 
 @pytest.mark.parametrize("need_weights", WEIGHTS)
-def test_marked_as_dynamic_two_graphs_serve_every_size(need_weights: bool) -> None:
+def test_marked_as_dynamic_one_graph_serves_every_size(need_weights: bool) -> None:
+    """The first call compiles it twice: Dynamo takes Python's floats for variable, and begins anew without."""
     module, counter = make(), CompileCounterWithBackend("aot_eager")
-    compiled = whole(module, counter, dynamic=True)
+    compiled, counts = whole(module, counter, dynamic=True), set()
     for batch, length in ((2, 5), (3, 9), (4, 65)):
         x = sequence(batch, length)
         options = {"need_weights": need_weights, "is_causal": True}
         same(results(compiled, module, (x, x, x), **options), results(module, module, (x, x, x), **options))
-    assert counter.frame_count <= 2
+        counts.add(counter.frame_count)
+    assert len(counts) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
