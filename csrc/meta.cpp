@@ -46,15 +46,20 @@ AttentionResult paged_attention_meta(const PagedArguments& a) {
   return attention_results({a.query, a.key_pages, a.value_pages, {}, {}, {}});
 }
 
+template <size_t kNumWanted>
+AttentionGradients gradients_like(const std::array<bool, kNumWanted>& wanted, const AttentionArguments& a) {
+  return {gradient_like(wanted[0], a.query),
+          gradient_like(wanted[1], a.key),
+          gradient_like(wanted[2], a.value),
+          contiguous_like(wanted[3], a.attn_mask),
+          contiguous_like(wanted[4], a.key_padding_mask),
+          contiguous_like(wanted[5], a.variants.relative_bias),
+          contiguous_like(wanted[6], a.variants.sink)};
+}
+
 AttentionGradients attention_backward_meta(const AttentionArguments& a, const AttentionCotangents& c) {
   check_attention_backward(a, c);
-  return {gradient_like(c.output_mask[0], a.query),
-          gradient_like(c.output_mask[1], a.key),
-          gradient_like(c.output_mask[2], a.value),
-          contiguous_like(c.output_mask[3], a.attn_mask),
-          contiguous_like(c.output_mask[4], a.key_padding_mask),
-          contiguous_like(c.output_mask[5], a.variants.relative_bias),
-          contiguous_like(c.output_mask[6], a.variants.sink)};
+  return gradients_like(c.output_mask, a);
 }
 
 AttentionResult attention_jvp_meta(const AttentionArguments& a, const ForwardTangents& t) {
@@ -66,15 +71,8 @@ SecondGradients attention_backward_jvp_meta(const AttentionArguments& a, const B
   check_attention_backward_jvp(a, t);
   const auto& wanted = t.output_mask;
   const auto [out, lse] = attention_results(a);
-  return {gradient_like(wanted[0], a.query),
-          gradient_like(wanted[1], a.key),
-          gradient_like(wanted[2], a.value),
-          contiguous_like(wanted[3], a.attn_mask),
-          contiguous_like(wanted[4], a.key_padding_mask),
-          contiguous_like(wanted[5], a.variants.relative_bias),
-          contiguous_like(wanted[6], a.variants.sink),
-          wanted[7] ? out : at::Tensor(),
-          wanted[8] ? lse : at::Tensor()};
+  const at::Tensor none;
+  return std::tuple_cat(gradients_like(wanted, a), AttentionResult(wanted[7] ? out : none, wanted[8] ? lse : none));
 }
 
 WeightsResult attention_with_weights_meta(const AttentionArguments& a, bool average) {

@@ -69,6 +69,7 @@ def _attention(operator: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# A view of both, though the name is declared a dict: a copy would not see what PyTorch registers later.
 _ours: dict[torch._ops.OperatorBase, Callable[..., Any]] = {}
 torch._decomp.decomposition_table = ChainMap(torch._decomp.decomposition_table, _ours)  # type: ignore[assignment]
 

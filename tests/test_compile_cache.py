@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mha_ext
 
 LONG = partial(pytest.param, marks=pytest.mark.long)
+Step = tuple[Callable[..., Any], mha_ext.KVCache]
 LENGTHS = [5, 3, *[1] * 10, 4]
 
 
@@ -112,8 +113,16 @@ def filled(lengths: list[int] | None, **options: Any) -> mha_ext.KVCache:
     return new
 
 
-def same_state(a: mha_ext.KVCache, b: mha_ext.KVCache) -> bool:
-    return all(getattr(a._rows, name) == getattr(b._rows, name) for name in ("held", "dropped", "padding"))
+def assert_same_steps(got: Step, want: Step, lengths: list[int]) -> None:
+    """Steps with caches that are in the same state before and after each of them."""
+    (compiled, traced), (model, plain) = got, want
+    with torch.no_grad():
+        for n, length in enumerate(lengths):
+            x = sequence(2, length, seed=n)
+            right = model(x, plain)
+            assert_within(compiled(x, traced), right, double_limit(right, 100))
+            for name in ("held", "dropped", "padding"):
+                assert getattr(traced._rows, name) == getattr(plain._rows, name)
 
 
 @pytest.mark.parametrize("kind", [LONG(name) if name != "ragged window" else name for name in FOLLOWED])
@@ -123,12 +132,7 @@ def test_rows_of_different_length_and_windows_are_part_of_the_graph(kind: str) -
     counter, model = CompileCounterWithBackend("aot_eager"), Decoder(rope=True, **keywords)
     plain, traced = filled(lengths, **options), filled(lengths, **options)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    with torch.no_grad():
-        for n, length in enumerate([1, 1, 1, 2, 3, 1, 4, *[1] * 29]):
-            x = sequence(2, length, seed=n)
-            want = model(x, plain)
-            assert_within(compiled(x, traced), want, double_limit(want, 100))
-            assert same_state(traced, plain)
+    assert_same_steps((compiled, traced), (model, plain), [1, 1, 1, 2, 3, 1, 4, *[1] * 29])
     assert counter.frame_count == graphs
 
 
@@ -140,38 +144,25 @@ def test_rows_that_differ_in_padding_alone_agree_again() -> None:
     assert traced.ragged and len(set(traced.held.tolist())) == 1
     model = Decoder()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        for n in range(3):
-            x = sequence(2, 1, seed=n)
-            want = model(x, plain)
-            assert_within(compiled(x, traced), want, double_limit(want, 100))
-    assert not traced.ragged and same_state(traced, plain)
+    assert_same_steps((compiled, traced), (model, plain), [1, 1, 1])
+    assert not traced.ragged
 
 
 @pytest.mark.long
-def test_pages_and_given_lengths_break_the_graph_and_say_so() -> None:
-    new = {"pages": lambda: filled(None, page_size=16), "lengths": cache}
-    padding = torch.tensor([[False, False], [False, True]])
-    for kind, make_cache in new.items():
-        plain, traced = make_cache(), make_cache()
-        layer = make(num_kv_heads=2).eval()
+@pytest.mark.parametrize("kind", ["pages", "lengths"])
+def test_pages_and_given_lengths_break_the_graph_and_say_so(kind: str) -> None:
+    plain, traced = (filled(None, page_size=16) if kind == "pages" else cache() for _ in range(2))
+    layer, padding = make(num_kv_heads=2).eval(), torch.tensor([[False, False], [False, True]])
 
-        def call(x: Tensor, kept: mha_ext.KVCache, masked: bool, layer: nn.Module = layer) -> Any:
-            mask = padding if masked else None
-            return layer(x, x, x, kv_cache=kept, need_weights=False, key_padding_mask=mask)[0]
+    def call(x: Tensor, kept: mha_ext.KVCache) -> Any:
+        mask = padding if kind == "lengths" and x.shape[1] == 2 else None
+        return layer(x, x, x, kv_cache=kept, need_weights=False, key_padding_mask=mask)[0]
 
-        refusal = pytest.raises(torch._dynamo.exc.Unsupported, match="numbers that a graph does not have")
-        with refusal, torch.no_grad():
-            torch.compile(call, fullgraph=True, backend="eager")(sequence(2, 2), traced, kind == "lengths")
-        torch._dynamo.reset()
-        compiled = torch.compile(call, backend="eager")
-        with torch.no_grad():
-            for n, length in enumerate((2, 1, 1)):
-                x = sequence(2, length, seed=n)
-                masked = kind == "lengths" and length == 2
-                want = call(x, plain, masked)
-                assert_within(compiled(x, traced, masked), want, double_limit(want, 100))
-        torch._dynamo.reset()
+    refusal = pytest.raises(torch._dynamo.exc.Unsupported, match="numbers that a graph does not have")
+    with refusal, torch.no_grad():
+        torch.compile(call, fullgraph=True, backend="eager")(sequence(2, 2), traced)
+    torch._dynamo.reset()
+    assert_same_steps((torch.compile(call, backend="eager"), traced), (call, plain), [2, 1, 1])
 
 
 def test_keys_projected_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LOWER_RIGHT, UPPER_LEFT
+from document_truth import each_alone
 from layer_cases import sequence
 from tolerances import assert_within, double_limit
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.export import Dim
 from variant_cases import Call, Variant, exact
 from variant_cases import make as make_call
 
-from mha_ext import functional, reference
+from mha_ext import functional
 
 SIZES, OTHERS = {"B": 3, "T": 5, "S": 7}, {"B": 2, "T": 9, "S": 10}  # no size of heads among them, nor T + S - 1
 FIXED = Variant(H=4, H_kv=2, D=8, D_v=6, dtype=torch.float64, **SIZES)
@@ -85,11 +86,6 @@ class Packed(nn.Module):
         return out
 
 
-def exact_documents(x: Tensor, starts: Tensor) -> Tensor:
-    parts = [part.transpose(0, 1).unsqueeze(0) for part in x.split(starts.diff().tolist())]
-    return torch.cat([reference.attention(y, y, y, is_causal=True)[0].squeeze(0).transpose(0, 1) for y in parts])
-
-
 @pytest.mark.parametrize("longest", [None, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_packed_sequences(longest: int | None, strict: bool) -> None:
@@ -98,5 +94,5 @@ def test_packed_sequences(longest: int | None, strict: bool) -> None:
     sizes = ({0: Dim.DYNAMIC}, {0: Dim("starts", min=3)})
     program = torch.export.export(Packed(longest), (x, starts), dynamic_shapes=sizes, strict=strict).module()
     x, starts = sequence(1, 11 * 2, 8, seed=2).view(11, 2, 8), torch.tensor([0, 2, 2, 7, 11], dtype=torch.int32)
-    want = exact_documents(x, starts)
+    want = each_alone(x.transpose(0, 1), starts.diff().tolist()).transpose(0, 1)
     assert_within(program(x, starts), want, double_limit(want, 8))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LOWER_RIGHT, UPPER_LEFT
+from document_truth import each_alone
 from layer_cases import EMBED, HEADS, exact_layer, make, sequence
 from module_variant_cases import KEYWORDS, exact_variant, variant
 from onnx_programs import (
@@ -256,23 +257,17 @@ def test_documents_of_any_number_and_length() -> None:
         numbers = torch.tensor(starts, dtype=torch.int32)
         return {"query": query, "ids": torch.tensor(ids), "packed": packed, "starts": numbers}
 
-    def one(x: Tensor) -> Tensor:
-        heads = x.unsqueeze(0)
-        return reference.attention(heads, heads, heads, is_causal=True, scale=0.375)[0].squeeze(0)
-
     packed, documents = torch.export.Dim("packed"), torch.export.Dim("documents", min=3)
     sizes = {"query": {0: B, 2: T}, "ids": {0: B, 1: T}, "packed": {0: packed}, "starts": {0: documents}}
     program = export(Documents(), tensors(5, [[0, 0, 1, 1, 1], [2, 2, 2, 2, 4]], [0, 3, 9]), sizes, OPSET)
     other = tensors(6, [[0, 0, 1, 1, 1, 5], [7, 7, 7, 7, 7, 7], [1, 2, 3, 3, 4, 4]], [0, 2, 2, 7, 11])
     assert len(attention_nodes(program)) == 2
     (own, together), got = Documents()(**other), run(program, other)
-    rows = []
-    for x, ids in zip(other["query"], other["ids"], strict=True):
-        counts = ids.unique_consecutive(return_counts=True)[1].tolist()
-        rows.append(torch.cat([one(part) for part in x.split(counts, 1)], 1))
+    lengths = [ids.unique_consecutive(return_counts=True)[1].tolist() for ids in other["ids"]]
+    rows = [each_alone(x, row, scale=0.375) for x, row in zip(other["query"], lengths, strict=True)]
     near("ids", own, got[0], torch.stack(rows))
-    parts = other["packed"].split(other["starts"].diff().tolist())
-    near("starts", together, got[1], torch.cat([one(part.transpose(0, 1)).transpose(0, 1) for part in parts]))
+    want = each_alone(other["packed"].transpose(0, 1), other["starts"].diff().tolist(), scale=0.375)
+    near("starts", together, got[1], want.transpose(0, 1))
 
 
 class Step(nn.Module):

@@ -19,14 +19,9 @@ const InstructionSet& avx512_bf16() {
 #endif
 
 #ifdef MHA_EXT_EMULATE_AVX512
-bool has_avx512() { return true; }
-bool has_avx512_bf16() { return true; }
+constexpr bool kEmulatesAvx512 = true;
 #else
-[[maybe_unused]] bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-[[maybe_unused]] bool has_avx512_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+constexpr bool kEmulatesAvx512 = false;
 #endif
 
 // Weakest first; each supposes the one before. Without the macro the compiler did not have the instructions.
@@ -38,11 +33,14 @@ std::vector<const InstructionSet*> find_available() {
   sets.push_back(&kernels::kAvx2);
 #endif
 #ifdef MHA_EXT_AVX512
-  if (!has_avx512()) return sets;
+  if (!kEmulatesAvx512 && (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+                           !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))) {
+    return sets;
+  }
   sets.push_back(&kernels::kAvx512);
 #endif
 #ifdef MHA_EXT_AVX512_BF16
-  if (has_avx512_bf16()) sets.push_back(&avx512_bf16());
+  if (kEmulatesAvx512 || __builtin_cpu_supports("avx512bf16")) sets.push_back(&avx512_bf16());
 #endif
   return sets;
 }

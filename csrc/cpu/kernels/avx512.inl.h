@@ -3,10 +3,10 @@
 // that they never set (GCC bug 105593).
 #pragma once
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#else
+#ifdef MHA_EXT_EMULATE_AVX512
 #include "avx512_emulated.h"
+#else
+#include <immintrin.h>
 #endif
 
 #include "simd.inl.h"
