@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -42,7 +43,10 @@ ISA_FLAGS = {
     f"{KERNELS}/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     f"{KERNELS}/avx512.cpp": AVX512_FLAGS,
     f"{KERNELS}/avx512_bf16.cpp": [*AVX512_FLAGS, "-mavx512bf16"],
+    f"{KERNELS}/amx.cpp": [*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"],
 }
+# What the assembler, which may be older than the compiler, has to take as well.
+PROBES = {f"{KERNELS}/amx.cpp": '__asm__("tdpbf16ps %tmm2, %tmm1, %tmm0");'}
 KERNEL_FLAGS = [
     "-std=c++20",
     "-O3",
@@ -64,7 +68,7 @@ def isa_sources() -> list[str]:
     for source, needed in ISA_FLAGS.items() if IS_X86 else ():
         if source in sources:
             continue
-        if compiles(needed):
+        if compiles(needed, PROBES.get(source, "")):
             sources.append(source)
         else:
             flags = " ".join(needed)
@@ -72,10 +76,11 @@ def isa_sources() -> list[str]:
     return sources
 
 
-def compiles(flags: list[str]) -> bool:
-    """Whether the compiler takes the flags."""
-    command = [*compiler(), *flags, "-x", "c++", "-fsyntax-only", "-"]
-    return subprocess.run(command, input=b"", stderr=subprocess.DEVNULL, check=False).returncode == 0
+def compiles(flags: list[str], text: str) -> bool:
+    """Whether the compiler takes the flags, and with them a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*compiler(), *flags, "-x", "c++", "-c", "-", "-o", str(Path(folder, "probe.o"))]
+        return subprocess.run(command, input=text.encode(), stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 class BuildExtension(cpp_extension.BuildExtension):

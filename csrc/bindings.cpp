@@ -32,7 +32,9 @@ py::dict build_info() {
   info["torch"] = TORCH_VERSION;
   info["compiler"] = __VERSION__;
 #ifdef MHA_EXT_EMULATE_AVX512
-  info["emulated"] = "avx512, avx512_bf16";
+  info["emulated"] = "avx512, avx512_bf16, amx";
+#elif defined(MHA_EXT_EMULATE_AMX)
+  info["emulated"] = "amx";
 #endif
   return info;
 }

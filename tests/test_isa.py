@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -89,13 +90,20 @@ def test_the_portable_path_is_always_there_and_comes_first() -> None:
     assert mha_ext.cpu_capability() in CAPABILITIES
 
 
-@pytest.mark.skipif("emulated" in mha_ext.build_info(), reason="this build emulates AVX-512 and offers it anywhere")
+@pytest.mark.skipif("emulated" in mha_ext.build_info(), reason="this build offers what it emulates anywhere")
 def test_what_the_processor_lists_is_offered() -> None:
     with open("/proc/cpuinfo") as f:
         flags = next((line for line in f if line.startswith("flags")), "").split()
     assert ("avx2" in CAPABILITIES) == ({"avx2", "fma", "f16c"} <= set(flags))
     assert ("avx512" in CAPABILITIES) == ({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"} <= set(flags))
     assert ("avx512_bf16" in CAPABILITIES) == ("avx512" in CAPABILITIES and "avx512_bf16" in flags)
+    has_amx = {"amx_tile", "amx_bf16"} <= set(flags) and may_use_tiles()
+    assert ("amx" in CAPABILITIES) == ("avx512" in CAPABILITIES and has_amx)
+
+
+def may_use_tiles() -> bool:
+    """Whether Linux gives this process AMX: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), on x86-64."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 @pytest.mark.parametrize("name", ["sse9", "", "AVX2 "])

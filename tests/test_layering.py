@@ -187,15 +187,23 @@ def test_unoptimized_kernels_have_no_weak_symbols(source: str, tmp_path: Path) -
     assert_no_weak_symbols(target)
 
 
+@pytest.mark.parametrize(("refused", "left_out"), [("avx512bf16", "avx512_bf16.cpp"), ("amx-tile", "amx.cpp")])
 def test_a_compiler_without_an_instruction_set_builds_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refused: str, left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "g++"
-    old.write_text('#!/bin/sh\ncase " $* " in *avx512bf16*) exit 1 ;; esac\nexec g++ "$@"\n')
+    old.write_text(f'#!/bin/sh\ncase " $* " in *{refused}*) exit 1 ;; esac\nexec g++ "$@"\n')
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
     all_sources = BUILD["isa_sources"]()
     sources = BUILD["isa_sources"].__wrapped__()
-    assert sources == [source for source in all_sources if "bf16" not in source]
+    assert sources == [source for source in all_sources if not source.endswith(left_out)]
     message = capsys.readouterr().err
-    assert (len(sources) < len(all_sources)) == ("avx512_bf16.cpp" in message and "does not take" in message)
+    assert (len(sources) < len(all_sources)) == (left_out in message and "does not take" in message)
+
+
+@pytest.mark.skipif("amx.cpp" not in str(BUILD["isa_sources"]()), reason="needs a compiler and assembler with AMX")
+def test_an_assembler_without_amx_is_noticed() -> None:
+    flags = BUILD["ISA_FLAGS"]["csrc/cpu/kernels/amx.cpp"]
+    assert BUILD["compiles"](flags, BUILD["PROBES"]["csrc/cpu/kernels/amx.cpp"])
+    assert not BUILD["compiles"](flags, '__asm__("no_such_instruction %tmm2, %tmm1, %tmm0");')

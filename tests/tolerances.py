@@ -22,8 +22,10 @@ the problem at hand, so they grow with head size, key length and the magnitude o
 
 ``k`` is u times bfloat16's for bfloat16 and float16, which keep what rounding took from the output, otherwise u.
 Weights and dS are not rounded to the storage type before they enter a product, as other libraries round them: for those
-(``rounded``) e_p is u larger in out and value's gradient, e_ds by u |dS|, and k is u. Where numbers are so small that
-their spacing no longer shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
+(``rounded``) e_p is u larger in out and value's gradient, e_ds by u |dS|, and k is u. The AMX kernels' products take
+bfloat16 only: there (``halves``) weights and dS enter as the sum of two such numbers, which is as good as twice the
+digits, and e_p and the errors of dS are u^2 larger in those products. Where numbers are so small that their spacing no
+longer shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from dataclasses import dataclass
 import torch
 from switches import threads
 from torch import Tensor
+
+import mha_ext
 
 LAMBDA = 6.0
 
@@ -130,6 +134,11 @@ def sink_limit(exact: Exact, e_l: Tensor, e_d: Tensor, delta: Tensor, dtype: tor
     return error.sum((0, 2, 3)) + smallest(dtype)
 
 
+def halves(dtype: torch.dtype) -> float:
+    """What weights and dS lose, relative to themselves, in products that take them as two numbers."""
+    return roundoff(dtype) ** 2 if dtype == torch.bfloat16 and mha_ext.cpu_capability() == "amx" else 0.0
+
+
 @threads(1)
 def attention_limits(
     exact: Exact, dtype: torch.dtype, kv_heads: int, grads: bool = True, rounded: bool = False
@@ -138,7 +147,8 @@ def attention_limits(
     text)."""
     u, a = roundoff(dtype), roundoff(sum_dtype(dtype))
     half = dtype in (torch.bfloat16, torch.float16)
-    h, kept = u if half and rounded else 0.0, u * roundoff(torch.bfloat16) if half and not rounded else u
+    h, split = u if half and rounded else 0.0, halves(dtype)
+    kept = u * roundoff(torch.bfloat16) if half and not rounded else u
     tiny = smallest(dtype)
     queries, (keys, dim_v) = exact.query.shape[-2], exact.value.shape[-2:]
     scores = scores_of(exact, dtype)
@@ -149,7 +159,7 @@ def attention_limits(
         e_l = e_l + 4 * a * exact.sink[:, None, None].abs()
     e_p = e_s + e_l + 2 * a * (scores.size + lse.abs()) + 4 * a
     used = exact.weights * exact.drop
-    e_sum = (used * (e_p + growth(keys, dtype) + h)) @ exact.value.abs()
+    e_sum = (used * (e_p + growth(keys, dtype) + h + split)) @ exact.value.abs()
     e_sum = e_sum + tiny * (1 + exact.value.abs().sum(-2, keepdim=True))
     limits = {"out": e_sum + u * exact.out.abs(), "lse": e_l[..., 0]}
     if not grads:
@@ -166,11 +176,11 @@ def attention_limits(
     d_products = d_scores * scores.slope
     e_dx = e_ds * scores.slope + d_scores * scores.slope_error
     query = (
-        abs(exact.scale) * ((e_dx + growth(keys, dtype) * d_products) @ exact.key.abs())
+        abs(exact.scale) * ((e_dx + (growth(keys, dtype) + split) * d_products) @ exact.key.abs())
         + u * exact.grads["query"].abs()
     )
-    key = abs(exact.scale) * ((e_dx + (growth(shared, dtype) + h) * d_products).mT @ exact.query.abs())
-    value = (used * (e_p + h + growth(shared, dtype)) + tiny).mT @ d_out
+    key = abs(exact.scale) * ((e_dx + (growth(shared, dtype) + h + split) * d_products).mT @ exact.query.abs())
+    value = (used * (e_p + h + split + growth(shared, dtype)) + tiny).mT @ d_out
     limits["query"] = query + tiny
     limits["key"] = fold_heads(key, kv_heads) + u * exact.grads["key"].abs() + tiny
     limits["value"] = fold_heads(value, kv_heads) + u * exact.grads["value"].abs() + tiny

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdlib>
 
+#include "amx_support.h"
+
 namespace mha_ext::cpu {
 namespace {
 
@@ -18,13 +20,22 @@ const InstructionSet& avx512_bf16() {
 }
 #endif
 
+#ifdef MHA_EXT_AMX
+const InstructionSet& amx() {
+  static const kernels::KernelTable bfloat16 = kernels::with_amx(kernels::kAvx512.float32);
+  static const InstructionSet set{"amx", kernels::kAvx512.float32, kernels::kAvx512.float64, &bfloat16};
+  return set;
+}
+#endif
+
 #ifdef MHA_EXT_EMULATE_AVX512
 constexpr bool kEmulatesAvx512 = true;
 #else
 constexpr bool kEmulatesAvx512 = false;
 #endif
 
-// Weakest first; each supposes the one before. Without the macro the compiler did not have the instructions.
+// Weakest first; each supposes the one before, but AMX not AVX512_BF16. Without the macro the compiler did not have the
+// instructions.
 std::vector<const InstructionSet*> find_available() {
   std::vector<const InstructionSet*> sets = {&kernels::kPortable};
 #ifdef MHA_EXT_AVX2
@@ -41,6 +52,9 @@ std::vector<const InstructionSet*> find_available() {
 #endif
 #ifdef MHA_EXT_AVX512_BF16
   if (kEmulatesAvx512 || __builtin_cpu_supports("avx512bf16")) sets.push_back(&avx512_bf16());
+#endif
+#ifdef MHA_EXT_AMX
+  if (has_amx()) sets.push_back(&amx());
 #endif
   return sets;
 }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "dropout.inl.h"
+#include "gradient_tiles.inl.h"
 #include "scores.inl.h"
 
 namespace mha_ext::kernels {
@@ -31,8 +32,10 @@ struct BackwardScratch : ScoreScratch<V> {
   Scalar *grad_key, *grad_value;                // of the range of keys
   Finiteness finiteness = Finiteness::Unknown;  // of Q and dO of the block
   bool undoes_softcap = false;                  // dS is that of the scores before they were capped
+  GradientTiles<V> tiles;
 
-  BackwardScratch(Arena&& arena, const AttentionParams& p, int64_t range_keys) : ScoreScratch<V>(arena, p) {
+  BackwardScratch(Arena&& arena, const AttentionParams& p, int64_t range_keys)
+      : ScoreScratch<V>(arena, p), tiles(arena, p, range_keys) {
     const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
     const int64_t rows = round_up(range_keys, kBlockKeys);
     const int64_t value_terms = padded_width<V>(terms_in<Term>(p.value_dim));
@@ -41,7 +44,7 @@ struct BackwardScratch : ScoreScratch<V> {
     out_rows = arena.take<Scalar>(kBlockQueries * dv);
     delta = arena.take<Scalar>(kBlockQueries);
     values = arena.take<Term>(kBlockKeys * value_terms);
-    key_numbers = V::kMultipliesPairs ? arena.take<Scalar>(kBlockKeys * d) : nullptr;
+    key_numbers = V::kMultipliesPairs && !V::kMultipliesTiles ? arena.take<Scalar>(kBlockKeys * d) : nullptr;
     grad_scores = arena.take<Scalar>(kBlockKeys * kBlockQueries);
     grad_query = arena.take<Scalar>(kBlockQueries * d);
     grad_query_sum = arena.take<Scalar>(kBlockQueries * d);
@@ -53,12 +56,18 @@ struct BackwardScratch : ScoreScratch<V> {
   size_t bytes;
 };
 
-// scale Q of a block of queries, and what S^T is made from.
+// What dK is made from: scale Q, or Q where products by tiles take it as it is.
+template <class V>
+MHA_EXT_INLINE typename V::Scalar query_factor(const AttentionParams& p) {
+  return V::kMultipliesTiles ? 1 : static_cast<typename V::Scalar>(p.scale);
+}
+
+// Q of a block of queries times query_factor, and what S^T is made from.
 template <class V>
 void load_query_rows(const AttentionParams& p, const QueryBlock& block, int64_t lanes, BackwardScratch<V>& s) {
   const int64_t d = padded_width<V>(p.head_dim);
   if constexpr (V::kMultipliesPairs) load_query_columns<V>(p, block, lanes, s);
-  read_rows<V>(p.query, block, lanes, p.head_dim, static_cast<typename V::Scalar>(p.scale), s.query_rows, d);
+  read_rows<V>(p.query, block, lanes, p.head_dim, query_factor<V>(p), s.query_rows, d);
   if constexpr (!V::kMultipliesPairs) transpose<V>(s.query_rows, d, lanes, d, s.query_columns, lanes);
 }
 
@@ -106,6 +115,7 @@ void load_query_block(const BackwardParams& b, const QueryBlock& block, int64_t 
   }
   load_lse<V>(b.lse, p, block, lanes, s);
   s.finiteness = Finiteness::Unknown;
+  if constexpr (V::kMultipliesTiles) s.tiles.load_queries(p, block.count, lanes, s.query_rows, s.grad_rows);
 }
 
 // P^T and dS^T from S^T (in s.scores) and dP^T (in s.grad_scores).
@@ -238,18 +248,17 @@ void accumulate_visible_gradients(const AttentionParams& p, const Tile& t, Rows<
   }
 }
 
-// Whether a product over all pairs would make 0 * infinity of a hidden one.
+// Of Q and dO of the block.
 template <class V>
-bool meets_nonfinite(const AttentionParams& p, const Tile& t, Rows<typename V::Scalar> keys, BackwardScratch<V>& s) {
-  using NumberRows = Rows<typename V::Scalar>;
-  if (!s.mask.hides_pairs) return false;
+bool block_is_finite(const AttentionParams& p, int64_t lanes, BackwardScratch<V>& s) {
   if (s.finiteness == Finiteness::Unknown) {
+    using NumberRows = Rows<typename V::Scalar>;
     const NumberRows queries{s.query_rows, padded_width<V>(p.head_dim)},
         grads{s.grad_rows, padded_width<V>(p.value_dim)};
-    const bool found = any_nonfinite<V>(queries, t.lanes, p.head_dim) || any_nonfinite<V>(grads, t.lanes, p.value_dim);
+    const bool found = any_nonfinite<V>(queries, lanes, p.head_dim) || any_nonfinite<V>(grads, lanes, p.value_dim);
     s.finiteness = found ? Finiteness::NotFinite : Finiteness::Finite;
   }
-  return s.finiteness == Finiteness::NotFinite || any_nonfinite<V>(keys, t.key_count, p.head_dim);
+  return s.finiteness == Finiteness::Finite;
 }
 
 // The tile's rows of K as numbers.
@@ -274,7 +283,8 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
   Scalar* grad_value = s.grad_value + key_in_range * dv;
   const TileEdge& edge = s.mask.edge;
   const Rows<Scalar> keys = numbers_of(p, t, tile, s);
-  if (meets_nonfinite<V>(p, t, keys, s)) {
+  // A product over all pairs would make 0 * infinity of a hidden one.
+  if (s.mask.hides_pairs && (!block_is_finite<V>(p, t.lanes, s) || any_nonfinite<V>(keys, t.key_count, p.head_dim))) {
     accumulate_visible_gradients<V>(p, t, keys, grad_key, grad_value, s);
     return;
   }
@@ -283,95 +293,6 @@ void backward_tile(const BackwardParams& b, const Tile& t, int64_t key_in_range,
                          Operands{keys.data, keys.ld, s.grad_scores, t.lanes, s.grad_query, t.lanes, t.key_count}, d);
   lane_sum<V>(t, edge, Operands{s.scores, t.lanes, s.grad_rows, dv, grad_value, dv, t.queries.count}, dv);
   lane_sum<V>(t, edge, Operands{s.grad_scores, t.lanes, s.query_rows, d, grad_key, d, t.queries.count}, d);
-}
-
-template <class V>
-void add_share(int64_t count, bool first, BackwardScratch<V>& s) {
-  if (first) {
-    typename V::Scalar* share = s.grad_query;
-    s.grad_query = s.grad_query_sum;
-    s.grad_query_sum = share;
-    return;
-  }
-  for (int64_t i = 0; i < count; i += V::kWidth) {
-    V::store(s.grad_query_sum + i, V::load(s.grad_query_sum + i) + V::load(s.grad_query + i));
-  }
-}
-
-template <class V>
-void write_grad_query(const BackwardParams& b, const QueryBlock& block, int64_t lanes, int64_t range,
-                      BackwardScratch<V>& s) {
-  using Scalar = typename V::Scalar;
-  const AttentionParams& p = b.attention;
-  const int64_t width = padded_width<V>(p.head_dim);
-  const Scalar scale = static_cast<Scalar>(p.scale);
-  if (b.grad_query_shares == nullptr) {
-    const auto scaled = [=](auto x, int64_t) { return x * scale; };
-    write_columns<V>(b.grad_query, block, lanes, p.head_dim, s.grad_query_sum, s.grad_query_rows, width, scaled);
-    return;
-  }
-  MutableTensorView share;
-  share.type = kTypeOf<Scalar>;
-  share.stride_d = 1;
-  share.stride_t = p.head_dim;
-  share.stride_h = p.num_queries * share.stride_t;
-  share.stride_b = p.heads * share.stride_h;
-  share.data = static_cast<Scalar*>(b.grad_query_shares) + range * p.batch * share.stride_b;
-  write_columns<V>(share, block, lanes, p.head_dim, s.grad_query_sum, s.grad_query_rows, width, Unchanged());
-}
-
-// Gradients of a range of keys: load(block, lanes) for each block of queries that sees any of them, run(tile, its first
-// key in the range) for each of its tiles.
-template <class V, class Load, class Run>
-void gradients_of_range(const BackwardParams& b, const KeyRange& range, BackwardScratch<V>& s, const Load& load,
-                        const Run& run) {
-  using Scalar = typename V::Scalar;
-  const AttentionParams& p = b.attention;
-  const int64_t count = range.end - range.begin;
-  const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
-  __builtin_memset(s.grad_key, 0, static_cast<size_t>(count * d) * sizeof(Scalar));
-  __builtin_memset(s.grad_value, 0, static_cast<size_t>(count * dv) * sizeof(Scalar));
-  const int64_t group = p.heads / p.kv_heads;
-  for (int64_t head = range.kv_head * group; head < (range.kv_head + 1) * group; ++head) {
-    for (int64_t q = 0; q < p.num_queries; q += p.query_block) {
-      const QueryBlock block{range.batch, head, q, min_of(p.query_block, p.num_queries - q)};
-      const int64_t lanes = round_up(block.count, V::kWidth);
-      const KeySpan seen = keys_to_visit(p, block, kBlockKeys);
-      if (seen.begin < range.end && seen.end > range.begin) load(block, lanes);
-      for (int64_t begin = range.begin; begin < range.end; begin += b.range_keys) {
-        const int64_t end = min_of(begin + b.range_keys, range.end);
-        __builtin_memset(s.grad_query, 0, static_cast<size_t>(d * lanes) * sizeof(Scalar));
-        for (int64_t k = max_of(begin, seen.begin); k < min_of(end, seen.end); k += kBlockKeys) {
-          run({block, lanes, k, min_of(kBlockKeys, end - k)}, k - range.begin);
-        }
-        add_share<V>(d * lanes, begin == range.begin, s);
-      }
-      if (b.grad_query.data != nullptr || b.grad_query_shares != nullptr) {
-        write_grad_query<V>(b, block, lanes, range.begin / b.range_keys, s);
-      }
-    }
-  }
-  const QueryBlock rows{range.batch, range.kv_head, range.begin, count};
-  if (b.grad_key.data != nullptr) write_rows(b.grad_key, rows, p.head_dim, s.grad_key, d);
-  if (b.grad_value.data != nullptr) write_rows(b.grad_value, rows, p.value_dim, s.grad_value, dv);
-}
-
-template <class V>
-void backward_range(const BackwardParams& b, const KeyRange& range, void* scratch) {
-  BackwardScratch<V> s(Arena(scratch), b.attention, range.end - range.begin);
-  s.undoes_softcap = true;
-  gradients_of_range<V>(
-      b, range, s,
-      [&](const QueryBlock& block, int64_t lanes) {
-        load_query_block<V>(b, block, lanes, s);
-        if (b.grad_weights.data != nullptr) find_weights_delta<V>(b, block, lanes, s);
-      },
-      [&](const Tile& t, int64_t key_in_range) { backward_tile<V>(b, t, key_in_range, s); });
-}
-
-template <class V>
-size_t backward_scratch_bytes(const AttentionParams& p, int64_t range_keys) {
-  return BackwardScratch<V>(Arena(nullptr), p, range_keys).bytes;
 }
 
 }  // namespace

@@ -7,16 +7,34 @@
 
 #include "dropout.inl.h"
 #include "scores.inl.h"
+#include "tile_operands.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
+
+// V and P^T of a tile as products by tiles take them.
+template <class V>
+struct ValueTiles {
+  BFloat16Pair *rows, *pairs, *columns;
+  SplitRows probabilities;
+
+  ValueTiles(Arena& arena, const AttentionParams& p) {
+    if constexpr (!V::kMultipliesTiles) return;
+    const int64_t dv = padded_width<V>(p.value_dim);
+    rows = arena.take<BFloat16Pair>(kBlockKeys * padded_width<V>(terms_in<BFloat16Pair>(p.value_dim)));
+    pairs = arena.take<BFloat16Pair>(kBlockKeys / 2 * dv);
+    columns = arena.take<BFloat16Pair>(kBlockKeys / 2 * dv);
+    probabilities.take(arena, kBlockKeys / 2 * kBlockQueries);
+  }
+};
 
 template <class V>
 struct ForwardScratch : ScoreScratch<V> {
   using Scalar = typename V::Scalar;
   Scalar *values, *accumulator, *out_rows;
+  ValueTiles<V> tiles;
 
-  ForwardScratch(Arena&& arena, const AttentionParams& p) : ScoreScratch<V>(arena, p) {
+  ForwardScratch(Arena&& arena, const AttentionParams& p) : ScoreScratch<V>(arena, p), tiles(arena, p) {
     const int64_t dv = padded_width<V>(p.value_dim);
     values = arena.take<Scalar>(kBlockKeys * dv);
     accumulator = arena.take<Scalar>(kBlockQueries * dv);
@@ -56,6 +74,37 @@ void accumulate_visible(const Tile& t, Rows<typename V::Scalar> values, int64_t 
   }
 }
 
+// O^T = rescale O^T + V^T P^T.
+template <class V>
+void accumulate_values(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
+  const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, s.values);
+  if (s.mask.hides_pairs && any_nonfinite<V>(values, t.key_count, p.value_dim)) {
+    return accumulate_visible<V>(t, values, p.value_dim, s);
+  }
+  const GemmOperands<typename V::Scalar> g{values.data,   values.ld, s.scores,    t.lanes,
+                                           s.accumulator, t.lanes,   t.key_count, s.softmax.rescale};
+  key_sum<V, Start::Scale>(t, s.mask.edge, g, padded_width<V>(p.value_dim));
+}
+
+// The same by tiles.
+template <class V>
+void accumulate_value_tiles(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
+  const ValueTiles<V>& tiles = s.tiles;
+  const int64_t width = padded_width<V>(p.value_dim);
+  const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, tiles.rows);
+  turn_keys<V>(values, t.key_count, width, tiles.pairs, tiles.columns);
+  split_key_pairs<V>(t, s.mask.edge, s.scores, tiles.probabilities);
+  scale_lanes<V>(s.accumulator, t.lanes, s.softmax.rescale, width, t.lanes);
+  tile_key_sum<V>(t, s.mask.edge, tiles.columns, tiles.probabilities, width, s.accumulator);
+  if (!any_nonfinite<V>(values, t.key_count, terms_in<BFloat16Pair>(p.value_dim))) return;
+  const auto number = [&](int64_t k, int64_t d) { return number_at(values, k, d); };
+  for_each_nonfinite(t.key_count, p.value_dim, number, [&](int64_t k, int64_t d, float x) {
+    for (int64_t q = 0; q < t.queries.count; ++q) {
+      if (!hides(s.mask, t.lanes, k, q)) s.accumulator[d * t.lanes + q] += s.scores[k * t.lanes + q] * x;
+    }
+  });
+}
+
 // False when the tile hides every pair; nothing was done then.
 template <class V>
 bool forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
@@ -63,16 +112,11 @@ bool forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s)
   apply_mask<V>(t, s.mask, s.scores);
   softmax_tile<V>(t, s.mask.edge, s.scores, s.softmax);
   if (p.dropout) drop_probabilities<V>(p, t, s.mask.edge, s.scores);
-
-  const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, s.values);
-  const int64_t width = padded_width<V>(p.value_dim);
-  if (s.mask.hides_pairs && any_nonfinite<V>(values, t.key_count, p.value_dim)) {
-    accumulate_visible<V>(t, values, p.value_dim, s);
-    return true;
+  if constexpr (V::kMultipliesTiles) {
+    accumulate_value_tiles<V>(p, t, s);
+  } else {
+    accumulate_values<V>(p, t, s);
   }
-  const GemmOperands<typename V::Scalar> g{values.data,   values.ld, s.scores,    t.lanes,
-                                           s.accumulator, t.lanes,   t.key_count, s.softmax.rescale};
-  key_sum<V, Start::Scale>(t, s.mask.edge, g, width);
   return true;
 }
 

@@ -81,5 +81,6 @@ extern const InstructionSet kPortable;
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
 extern const KernelTable kAvx512Bf16;
+KernelTable with_amx(const KernelTable& widening);  // AVX-512's for float, which widen bfloat16
 
 }  // namespace mha_ext::kernels

@@ -1,6 +1,7 @@
 // All kernels, as the table of one instruction set.
 #pragma once
 
+#include "backward_range.inl.h"
 #include "few_backward.inl.h"
 #include "few_queries.inl.h"
 #include "forward_tile.inl.h"

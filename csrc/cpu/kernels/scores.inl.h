@@ -52,26 +52,44 @@ struct ScoredTile {
   Rows<typename V::Term> keys;
 };
 
+// Rows times one factor a lane.
 template <class V>
-void scale_lanes(const GemmOperands<typename V::Scalar>& g, int64_t rows, int64_t lanes) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < lanes; c += V::kWidth) {
-      auto* sum = g.c + r * g.ldc + c;
-      V::store(sum, V::load(sum) * V::load(g.factor + c));
-    }
+void scale_lanes(typename V::Scalar* rows, int64_t ld, const typename V::Scalar* factor, int64_t count, int64_t lanes) {
+  for (int64_t r = 0; r < count; ++r, rows += ld) {
+    for (int64_t c = 0; c < lanes; c += V::kWidth) V::store(rows + c, V::load(rows + c) * V::load(factor + c));
   }
+}
+
+// S^T or dP^T where an instruction multiplies tiles: rows of keys are read in whole tiles, and written so.
+template <class V>
+void tile_pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<float, BFloat16Pair>& g) {
+  for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
+    const int64_t begin = keys.begin / kTileRows * kTileRows, rows = round_up(keys.end, kTileRows) - begin;
+    float* sums = g.c + begin * g.ldc + lane;
+    const TileOperands part{g.a + begin * g.lda, g.lda, g.b + lane, g.ldb, sums, g.ldc, round_up(g.depth, kTilePairs)};
+    tile_product<V, Split::None, Start::Zero>(part, rows, lanes);
+    for (int64_t k = 0; k < rows && g.times != 1; ++k) {
+      for (int64_t c = 0; c < lanes; c += V::kWidth)
+        V::store(sums + k * g.ldc + c, V::load(sums + k * g.ldc + c) * g.times);
+    }
+  });
 }
 
 // The products of a tile, less what lies beyond its edge:
 // rows are keys and columns lanes, S^T = K Q^T and dP^T = V dO^T;
 template <class V, Start kStart = Start::Zero, typename Term>
 void pair_product(const Tile& t, const TileEdge& edge, const GemmOperands<typename V::Scalar, Term>& g) {
-  if (!edge.cuts) return gemm<V, Lhs::ByRow, kStart>(g, t.key_count, t.lanes);
-  for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
-    GemmOperands<typename V::Scalar, Term> part = g;
-    part.a += keys.begin * g.lda, part.b += lane, part.c += keys.begin * g.ldc + lane;
-    gemm<V, Lhs::ByRow, kStart>(part, keys.end - keys.begin, lanes);
-  });
+  if constexpr (V::kMultipliesTiles) {
+    tile_pair_product<V>(t, edge, g);
+  } else if (edge.cuts) {
+    for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
+      GemmOperands<typename V::Scalar, Term> part = g;
+      part.a += keys.begin * g.lda, part.b += lane, part.c += keys.begin * g.ldc + lane;
+      gemm<V, Lhs::ByRow, kStart>(part, keys.end - keys.begin, lanes);
+    });
+  } else {
+    gemm<V, Lhs::ByRow, kStart>(g, t.key_count, t.lanes);
+  }
 }
 
 // sums over keys, columns are lanes, O^T += V^T P^T and dQ^T += K^T dS^T. A first piece of nothing but hidden keys
@@ -86,7 +104,7 @@ void key_sum(const Tile& t, const TileEdge& edge, const GemmOperands<typename V:
     if constexpr (kStart == Start::Scale) {
       part.factor = g.factor + lane;
       if (keys.begin < kPartialSum) return gemm<V, Lhs::ByColumn, Start::Scale>(part, width, lanes);
-      scale_lanes<V>(part, width, lanes);
+      scale_lanes<V>(part.c, part.ldc, part.factor, width, lanes);
     }
     gemm<V, Lhs::ByColumn, Start::Add>(part, width, lanes);
   });

@@ -51,6 +51,7 @@ struct Simd {
   static constexpr int kWidth = kBytes / static_cast<int>(sizeof(Scalar));
   static constexpr Scalar kInfinity = Format::kInfinity;
   static constexpr bool kMultipliesPairs = false;  // products of bfloat16 by an instruction of their own
+  static constexpr bool kMultipliesTiles = false;  // by one that takes tiles of 16 rows
 
   typedef Scalar Vec __attribute__((vector_size(kBytes)));
   typedef Scalar UnalignedVec __attribute__((vector_size(kBytes), aligned(sizeof(Scalar)), may_alias));
@@ -112,6 +113,7 @@ struct Simd {
   }
 
   static MHA_EXT_INLINE HalfVec load_halves(const void* p) { return *static_cast<const UnalignedHalfVec*>(p); }
+  static MHA_EXT_INLINE void store_halves(void* p, HalfVec v) { *static_cast<UnalignedHalfVec*>(p) = v; }
 
   static MHA_EXT_INLINE IntVec lane_mask(HashVec condition) {
     return __builtin_convertvector(reinterpret_cast<Int32Vec>(condition), IntVec);

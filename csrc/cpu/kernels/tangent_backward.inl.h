@@ -1,6 +1,7 @@
 // The second pass of tangent_tile.inl.h: tangents of the gradients.
 #pragma once
 
+#include "backward_range.inl.h"
 #include "mask_gradient.inl.h"
 #include "tangent_tile.inl.h"
 

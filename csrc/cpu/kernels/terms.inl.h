@@ -6,6 +6,7 @@
 
 #include "micro_gemm.inl.h"
 #include "rows.inl.h"
+#include "tile_products.inl.h"
 
 namespace mha_ext::kernels {
 namespace {
@@ -70,14 +71,15 @@ inline void read_pairs(const TensorView& t, const QueryBlock& block, int64_t row
   __builtin_memset(halves, 0, static_cast<size_t>((rows_padded - block.count) * ld) * sizeof(BFloat16Pair));
 }
 
-// key_rows, of pairs.
+// key_rows, of pairs. Tiles are read whole: rows that do not fill theirs are copied.
 template <class V>
 Rows<BFloat16Pair> key_rows(const TensorView& t, const QueryBlock& rows, int64_t cols, BFloat16Pair* scratch) {
-  if (lie_close(t, cols) && t.stride_d == 1 && cols % 2 == 0 && t.stride_t % 2 == 0) {
+  constexpr int64_t kCols = V::kMultipliesTiles ? 2 * kTilePairs : 2, kRows = V::kMultipliesTiles ? kTileRows : 1;
+  if (lie_close(t, cols) && t.stride_d == 1 && cols % kCols == 0 && rows.count % kRows == 0 && t.stride_t % 2 == 0) {
     return {reinterpret_cast<const BFloat16Pair*>(first_half(t, rows)), t.stride_t / 2};
   }
   const int64_t ld = padded_width<V>(terms_in<BFloat16Pair>(cols));
-  read_pairs(t, rows, rows.count, cols, scratch, ld);
+  read_pairs(t, rows, round_up(rows.count, kRows), cols, scratch, ld);
   return {scratch, ld};
 }
 

@@ -1,0 +1,189 @@
+// What products by tiles are made of: pairs of neighbouring rows, and float numbers as two of bfloat16.
+//
+// P and dS rounded to bfloat16 would make the gradients' error 1.4 times that of PyTorch's math path. As the sum of two
+// bfloat16 numbers they are exact to 2^-16 of themselves, a hundredth of what rounding the result takes, for twice the
+// products. But where the second number is 0, an infinity in the other operand would meet 0 * infinity: numbers that
+// are not finite are left out of the products, and their terms are added one by one.
+#pragma once
+
+#include "scores.inl.h"
+#include "tile_products.inl.h"
+
+namespace mha_ext::kernels {
+namespace {
+
+// Keys, or lanes, padded to what a sum by tiles takes them by.
+MHA_EXT_INLINE int64_t whole_depth(int64_t count) { return round_up(count, 2 * kTilePairs); }
+
+// Of each lane the upper half: a bfloat16 number.
+template <class V>
+struct HighLow {
+  typename V::HashVec high, low;
+
+  explicit MHA_EXT_INLINE HighLow(typename V::Vec x) {
+    high = reinterpret_cast<typename V::HashVec>(x) & 0xffff0000u;
+    const typename V::Vec rest = x - reinterpret_cast<typename V::Vec>(high);
+    const auto lost = V::select(rest != rest, V::zero(), rest);  // of an infinity or NaN the high part has all
+    low = (reinterpret_cast<typename V::HashVec>(lost) + 0x8000u) & 0xffff0000u;
+  }
+};
+
+template <class V>
+MHA_EXT_INLINE void store_pairs(BFloat16Pair* dst, typename V::HashVec first, typename V::HashVec second) {
+  V::store(pointer_to<float>(static_cast<void*>(dst)), reinterpret_cast<typename V::Vec>((first >> 16) | second));
+}
+
+template <class V>
+MHA_EXT_INLINE typename V::HashVec load_pairs(const BFloat16Pair* src) {
+  return reinterpret_cast<typename V::HashVec>(V::load(pointer_to<float>(static_cast<const void*>(src))));
+}
+
+// A lane of zeros for each that is infinite or NaN.
+template <class V>
+MHA_EXT_INLINE typename V::Vec only_finite(typename V::Vec x) {
+  return V::select(x - x == V::zero(), x, V::zero());
+}
+
+// Numbers of float as two of bfloat16, paired along their sum.
+struct SplitRows {
+  BFloat16Pair *high, *low;
+
+  void take(Arena& arena, int64_t pairs) {
+    high = arena.take<BFloat16Pair>(pairs);
+    low = arena.take<BFloat16Pair>(pairs);
+  }
+};
+
+// Rows, whose numbers number(row, col) gives a vector at a time, as pairs of neighbouring rows [padded / 2][width].
+// Rows from `count` on are zero, and so is what is not finite.
+template <class V, class Number>
+void pair_rows(int64_t count, int64_t padded, int64_t width, BFloat16Pair* dst, const Number& number) {
+  for (int64_t r = 0; r < padded; r += 2) {
+    for (int64_t c = 0; c < width; c += V::kWidth) {
+      const auto half = [&](int64_t row) {
+        return reinterpret_cast<typename V::HashVec>(row < count ? only_finite<V>(number(row, c)) : V::zero());
+      };
+      store_pairs<V>(dst + r / 2 * width + c, half(r), half(r + 1));
+    }
+  }
+}
+
+// The same of rows of float that hold numbers of bfloat16.
+template <class V>
+void pair_rows(const float* rows, int64_t count, int64_t padded, int64_t width, BFloat16Pair* dst) {
+  pair_rows<V>(count, padded, width, dst, [&](int64_t r, int64_t c) { return V::load(rows + r * width + c); });
+}
+
+// Rows of K or V, a tile of them at most, turned: [width][kBlockKeys / 2] pairs of keys. `pairs` is scratch of that
+// size.
+template <class V>
+void turn_keys(Rows<BFloat16Pair> rows, int64_t count, int64_t width, BFloat16Pair* pairs, BFloat16Pair* columns) {
+  const int64_t padded = whole_depth(count);
+  pair_rows<V>(count, padded, width, pairs, [&](int64_t r, int64_t c) {
+    return V::load(reinterpret_cast<const BFloat16*>(rows.data + r * rows.ld) + c);
+  });
+  transpose<V>(pointer_to<float>(static_cast<void*>(pairs)), width, padded / 2, width,
+               pointer_to<float>(static_cast<void*>(columns)), kBlockKeys / 2);
+}
+
+// Whether rows of bfloat16 hold an infinity or NaN.
+template <class V>
+bool any_nonfinite(Rows<BFloat16Pair> rows, int64_t count, int64_t terms) {
+  typename V::HashVec found{};
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t c = 0; c < terms; c += V::kWidth) {
+      const auto pairs = load_pairs<V>(rows.data + r * rows.ld + c);
+      const auto first = (pairs & 0x7f80u) == 0x7f80u, second = (pairs & 0x7f800000u) == 0x7f800000u;
+      found |= reinterpret_cast<typename V::HashVec>(first | second);
+    }
+  }
+  return V::any(V::lane_mask(found));
+}
+
+// P^T of a tile [key][lane] as pairs of keys; zero beyond its keys and its edge.
+template <class V>
+void split_key_pairs(const Tile& t, const TileEdge& edge, const float* rows, const SplitRows& dst) {
+  for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+    const KeySpan seen = edge.keys_seen<V>(t, c);
+    const auto split = [&](int64_t k) {
+      return HighLow<V>(seen.holds(k) ? V::load(rows + k * t.lanes + c) : V::zero());
+    };
+    for (int64_t k = 0; k < whole_depth(t.key_count); k += 2) {
+      const HighLow<V> first = split(k), second = split(k + 1);
+      store_pairs<V>(dst.high + k / 2 * t.lanes + c, first.high, second.high);
+      store_pairs<V>(dst.low + k / 2 * t.lanes + c, first.low, second.low);
+    }
+  }
+}
+
+// P^T or dS^T of a tile as it lies, [key][lanes in pairs], in whole rows and columns of tiles; zero where there is no
+// key or no query.
+template <class V>
+void split_lane_pairs(const Tile& t, const float* rows, const SplitRows& dst) {
+  const int64_t width = whole_depth(t.lanes);
+  auto *high = reinterpret_cast<uint16_t*>(dst.high), *low = reinterpret_cast<uint16_t*>(dst.low);
+  for (int64_t k = 0; k < round_up(t.key_count, kTileRows); ++k, high += width, low += width) {
+    for (int64_t c = 0; c < width; c += V::kWidth) {
+      const int64_t queries = k < t.key_count ? t.queries.count - c : 0;
+      typename V::Vec x = V::zero();
+      if (queries > 0) x = V::load(rows + k * t.lanes + c);
+      if (queries < V::kWidth) x = V::select(V::first_lanes(queries), x, V::zero());
+      const HighLow<V> split(x);
+      V::store_halves(high + c, __builtin_convertvector(split.high >> 16, typename V::HalfVec));
+      V::store_halves(low + c, __builtin_convertvector(split.low >> 16, typename V::HalfVec));
+    }
+  }
+}
+
+// The products of a tile, as in scores.inl.h. Sums over keys: O^T += V^T P^T and dQ^T += K^T dS^T.
+template <class V>
+void tile_key_sum(const Tile& t, const TileEdge& edge, const BFloat16Pair* columns, const SplitRows& pairs,
+                  int64_t width, float* sum) {
+  for_each_span<V>(t, edge, [&](int64_t lane, int64_t lanes, const KeySpan& keys) {
+    const int64_t begin = keys.begin / (2 * kTilePairs) * kTilePairs, end = whole_depth(keys.end) / 2;
+    const int64_t first = begin * t.lanes + lane;
+    const TileOperands g{columns + begin, kBlockKeys / 2, pairs.high + first, t.lanes,
+                         sum + lane,      t.lanes,        end - begin,        pairs.low + first};
+    tile_product<V, Split::Right, Start::Add>(g, width, lanes);
+  });
+}
+
+// Sums over lanes: dV += P^T dO and dK += dS^T Q; `right` are pairs of queries.
+template <class V>
+void tile_lane_sum(const Tile& t, const TileEdge& edge, const SplitRows& left, const BFloat16Pair* right, int64_t width,
+                   float* sum) {
+  const int64_t lda = whole_depth(t.lanes) / 2;
+  for (int64_t k = 0; k < t.key_count; k += 2 * kTileRows) {
+    const int64_t rows = min_of(2 * kTileRows, round_up(t.key_count - k, kTileRows));
+    int64_t begin = lda, end = 0;
+    for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
+      const KeySpan keys = edge.keys_seen<V>(t, c);
+      if (keys.begin >= k + rows || keys.end <= k) continue;
+      begin = min_of(begin, c / (2 * kTilePairs) * kTilePairs);
+      end = whole_depth(c + V::kWidth) / 2;
+    }
+    if (begin >= end) continue;
+    const int64_t first = k * lda + begin;
+    const TileOperands g{left.high + first, lda,   right + begin * width, width,
+                         sum + k * width,   width, end - begin,           left.low + first};
+    tile_product<V, Split::Left, Start::Add>(g, rows, width);
+  }
+}
+
+// Calls add(row, col, x) for each infinity or NaN x of a few rows; number(row, col) gives any of them.
+template <class Number, class Add>
+void for_each_nonfinite(int64_t rows, int64_t cols, const Number& number, const Add& add) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) {
+      const float x = number(r, c);
+      if (!__builtin_isfinite(x)) add(r, c, x);
+    }
+  }
+}
+
+MHA_EXT_INLINE float number_at(Rows<BFloat16Pair> rows, int64_t row, int64_t col) {
+  return widen(reinterpret_cast<const BFloat16*>(rows.data + row * rows.ld)[col]);
+}
+
+}  // namespace
+}  // namespace mha_ext::kernels
