@@ -133,6 +133,7 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
   const uint32_t drop_below = p.drop_below;
   const bool capped = p.softcap > 0 && s.undoes_softcap;
   const Softcap<V> cap(p);
+  const Scalar factor = s.factor;
   for (int64_t k = 0; k < tile.key_count; ++k) {
     const DropoutRow<V> dropout_row(key, tile.key_begin + k);
     const MaskRow<Scalar> mask_row(mask, tile.lanes, k);
@@ -143,7 +144,7 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
         V::store(grad_scores + at, V::zero());
         continue;
       }
-      Vec score = V::load(scores + at);
+      Vec score = with_factor<V>(V::load(scores + at), factor);
       Vec grad = V::load(grad_scores + at);
       typename V::IntVec hidden{};
       if (Parts::kAny) score = mask_vector<V, Parts>(mask_row, c, score, hidden);

@@ -92,11 +92,15 @@ void accumulate_value_tiles(const AttentionParams& p, const Tile& t, ForwardScra
   const ValueTiles<V>& tiles = s.tiles;
   const int64_t width = padded_width<V>(p.value_dim);
   const auto values = key_rows<V>(p.value, keys_of(p, t), p.value_dim, tiles.rows);
-  turn_keys<V>(values, t.key_count, width, tiles.pairs, tiles.columns);
-  split_key_pairs<V>(t, s.mask.edge, s.scores, tiles.probabilities);
-  scale_lanes<V>(s.accumulator, t.lanes, s.softmax.rescale, width, t.lanes);
+  const bool finite = !any_nonfinite<V>(values, t.key_count, terms_in<BFloat16Pair>(p.value_dim));
+  finite ? turn_keys<V, false>(values, t.key_count, width, tiles.pairs, tiles.columns)
+         : turn_keys<V, true>(values, t.key_count, width, tiles.pairs, tiles.columns);
+  split_key_pairs<V, false>(t, s.mask.edge, s.scores, tiles.probabilities);
+  if (!all_one<V>(s.softmax.rescale, t.lanes)) {
+    scale_lanes<V>(s.accumulator, t.lanes, s.softmax.rescale, width, t.lanes);
+  }
   tile_key_sum<V>(t, s.mask.edge, tiles.columns, tiles.probabilities, width, s.accumulator);
-  if (!any_nonfinite<V>(values, t.key_count, terms_in<BFloat16Pair>(p.value_dim))) return;
+  if (finite) return;
   const auto number = [&](int64_t k, int64_t d) { return number_at(values, k, d); };
   for_each_nonfinite(t.key_count, p.value_dim, number, [&](int64_t k, int64_t d, float x) {
     for (int64_t q = 0; q < t.queries.count; ++q) {
@@ -110,7 +114,7 @@ template <class V>
 bool forward_tile(const AttentionParams& p, const Tile& t, ForwardScratch<V>& s) {
   if (!score_tile<V>(p, t, s).visible) return false;
   apply_mask<V>(t, s.mask, s.scores);
-  softmax_tile<V>(t, s.mask.edge, s.scores, s.softmax);
+  softmax_tile<V>(t, s.mask.edge, s.factor, s.scores, s.softmax);
   if (p.dropout) drop_probabilities<V>(p, t, s.mask.edge, s.scores);
   if constexpr (V::kMultipliesTiles) {
     accumulate_value_tiles<V>(p, t, s);

@@ -36,8 +36,8 @@ struct GradientTiles {
     const int64_t width = padded_width<V>(p.head_dim);
     for (int64_t k = range.begin; k < range.end; k += kBlockKeys) {
       const QueryBlock rows{range.batch, range.kv_head, k, min_of(kBlockKeys, range.end - k)};
-      turn_keys<V>(kernels::key_rows<V>(p.key, rows, p.head_dim, key_rows), rows.count, width, key_pairs,
-                   columns_of(k - range.begin, width));
+      turn_keys<V, true>(kernels::key_rows<V>(p.key, rows, p.head_dim, key_rows), rows.count, width, key_pairs,
+                         columns_of(k - range.begin, width));
     }
   }
 
@@ -52,11 +52,11 @@ struct GradientTiles {
   void add_products(const AttentionParams& p, const Tile& t, const TileEdge& edge, int64_t key_in_range,
                     const float* probability_rows, const float* grad_score_rows, const TileSums& sums) const {
     const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
-    split_key_pairs<V>(t, edge, grad_score_rows, grad_score_pairs);
+    split_key_pairs<V, true>(t, edge, grad_score_rows, grad_score_pairs);
     tile_key_sum<V>(t, edge, columns_of(key_in_range, d), grad_score_pairs, d, sums.grad_query);
-    split_lane_pairs<V>(t, probability_rows, probabilities);
+    split_lane_pairs<V, false>(t, probability_rows, probabilities);
     tile_lane_sum<V>(t, edge, probabilities, grad_pairs, dv, sums.grad_value);
-    split_lane_pairs<V>(t, grad_score_rows, grad_scores);
+    split_lane_pairs<V, true>(t, grad_score_rows, grad_scores);
     tile_lane_sum<V>(t, edge, grad_scores, query_pairs, d, sums.grad_key);
   }
 

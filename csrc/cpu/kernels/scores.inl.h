@@ -17,6 +17,7 @@ struct ScoreScratch {
   Term* query_columns;  // [D][lanes]: the same, or Q in pairs
   Term* keys;           // of a tile, where K is copied
   Scalar* scores;       // of a tile: S^T
+  Scalar factor = 1;    // what the scores of the tile lack
   RunningSoftmax<Scalar> softmax;
   MaskTile<Scalar> mask;
 
@@ -51,6 +52,13 @@ struct ScoredTile {
   bool visible;  // else nothing was computed
   Rows<typename V::Term> keys;
 };
+
+template <class V>
+bool all_one(const typename V::Scalar* factors, int64_t lanes) {
+  typename V::IntVec differs{};
+  for (int64_t c = 0; c < lanes; c += V::kWidth) differs |= V::load(factors + c) != V::broadcast(1);
+  return !V::any(differs);
+}
 
 // Rows times one factor a lane.
 template <class V>
@@ -155,6 +163,11 @@ ScoredTile<V> score_tile(const AttentionParams& p, const Tile& t, ScoreScratch<V
   GemmOperands<typename V::Scalar, Term> g{tile.keys.data, tile.keys.ld, s.query_columns,           t.lanes,
                                            s.scores,       t.lanes,      terms_in<Term>(p.head_dim)};
   g.times = static_cast<typename V::Scalar>(p.scale);
+  if (V::kMultipliesTiles) {
+    const bool later = g.times > 0 && !s.mask.has_addends && p.softcap == 0;
+    s.factor = later ? g.times : 1;
+    if (later) g.times = 1;
+  }
   pair_product<V>(t, s.mask.edge, g);
   if (p.softcap > 0) cap_scores<V>(p, t, s.mask.edge, s.scores);
   return tile;
@@ -169,7 +182,7 @@ void run_softmax(const AttentionParams& p, const QueryBlock& block, int64_t lane
     const Tile t{block, lanes, begin, min_of(kBlockKeys, p.num_keys - begin)};
     if (!score_tile<V>(p, t, s).visible) continue;
     apply_mask<V>(t, s.mask, s.scores);
-    softmax_tile<V>(t, s.mask.edge, s.scores, s.softmax);
+    softmax_tile<V>(t, s.mask.edge, s.factor, s.scores, s.softmax);
   }
 }
 

@@ -93,9 +93,24 @@ MHA_EXT_INLINE typename V::Vec finite_reference(typename V::Vec maximum) {
   return V::select(maximum == -V::kInfinity, V::zero(), maximum);
 }
 
-// scores [key][lane] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
+// A score as products by tiles leave it lacks a factor; others have it.
 template <class V>
-void softmax_tile(const Tile& t, const TileEdge& edge, typename V::Scalar* scores,
+MHA_EXT_INLINE typename V::Vec with_factor(typename V::Vec score, typename V::Scalar factor) {
+  return V::kMultipliesTiles ? score * factor : score;
+}
+
+// What a tile's scores are measured against. Where rescaling is not part of the product, a maximum that grows by less
+// than kSlack stays what it was (as FlashAttention-4 does it): exponentials up to e^kSlack are as exact as others.
+template <class V>
+MHA_EXT_INLINE typename V::Vec next_maximum(typename V::Vec before, typename V::Vec found) {
+  constexpr typename V::Scalar kSlack = 8;
+  return V::kMultipliesTiles ? V::select(found > before + kSlack, found, before) : found;
+}
+
+// scores [key][lane] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
+// `factor` is what the scores lack: positive.
+template <class V>
+void softmax_tile(const Tile& t, const TileEdge& edge, typename V::Scalar factor, typename V::Scalar* scores,
                   const RunningSoftmax<typename V::Scalar>& state) {
   using Vec = typename V::Vec;
   using Scalar = typename V::Scalar;
@@ -107,18 +122,20 @@ void softmax_tile(const Tile& t, const TileEdge& edge, typename V::Scalar* score
       continue;
     }
     const Vec before = V::load(state.maximum + c);
-    Vec m0 = before, m1 = before;
+    const Vec start = V::kMultipliesTiles ? V::broadcast(-V::kInfinity) : before;
+    Vec m0 = start, m1 = start;
     int64_t k = keys.begin;
     for (; k + 2 <= keys.end; k += 2) {
       m0 = V::max(m0, V::load(scores + k * ld + c));
       m1 = V::max(m1, V::load(scores + (k + 1) * ld + c));
     }
     if (k < keys.end) m0 = V::max(m0, V::load(scores + k * ld + c));
-    const Vec maximum = V::max(m0, m1);
+    const Vec found = V::kMultipliesTiles ? V::max(V::max(m0, m1) * factor, before) : V::max(m0, m1);
+    const Vec maximum = next_maximum<V>(before, found);
     const Vec reference = finite_reference<V>(maximum);
     Vec sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     const auto exponentiate = [&](Scalar* score, Vec& sum) {
-      const Vec p = exp_of<V>(V::load(score) - reference);
+      const Vec p = exp_of<V>(with_factor<V>(V::load(score), factor) - reference);
       V::store(score, p);
       sum += p;
     };

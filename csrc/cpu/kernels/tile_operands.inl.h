@@ -15,17 +15,21 @@ namespace {
 // Keys, or lanes, padded to what a sum by tiles takes them by.
 MHA_EXT_INLINE int64_t whole_depth(int64_t count) { return round_up(count, 2 * kTilePairs); }
 
-// Of each lane the upper half: a bfloat16 number.
-template <class V>
+// A number of float as the sum of two of bfloat16, each the upper half of its lane; kMayBeInfinite says that of an
+// infinity the first has all.
+template <class V, bool kMayBeInfinite>
 struct HighLow {
   typename V::HashVec high, low;
 
   explicit MHA_EXT_INLINE HighLow(typename V::Vec x) {
-    high = reinterpret_cast<typename V::HashVec>(x) & 0xffff0000u;
-    const typename V::Vec rest = x - reinterpret_cast<typename V::Vec>(high);
-    const auto lost = V::select(rest != rest, V::zero(), rest);  // of an infinity or NaN the high part has all
-    low = (reinterpret_cast<typename V::HashVec>(lost) + 0x8000u) & 0xffff0000u;
+    high = reinterpret_cast<typename V::HashVec>(x) & kUpper;
+    typename V::Vec rest = x - reinterpret_cast<typename V::Vec>(high);
+    if (kMayBeInfinite) rest = V::select(rest != rest, V::zero(), rest);
+    low = (reinterpret_cast<typename V::HashVec>(rest) + 0x8000u) & kUpper;
   }
+
+ private:
+  static constexpr uint32_t kUpper = 0xffff0000u;
 };
 
 template <class V>
@@ -55,61 +59,58 @@ struct SplitRows {
 };
 
 // Rows, whose numbers number(row, col) gives a vector at a time, as pairs of neighbouring rows [padded / 2][width].
-// Rows from `count` on are zero, and so is what is not finite.
-template <class V, class Number>
+// Rows from `count` on are zero, and where kClears says so, what is not finite is too.
+template <class V, bool kClears, class Number>
 void pair_rows(int64_t count, int64_t padded, int64_t width, BFloat16Pair* dst, const Number& number) {
+  const auto half = [&](int64_t row, int64_t c) {
+    typename V::Vec x = V::zero();
+    if (row < count) x = kClears ? only_finite<V>(number(row, c)) : number(row, c);
+    return reinterpret_cast<typename V::HashVec>(x);
+  };
   for (int64_t r = 0; r < padded; r += 2) {
-    for (int64_t c = 0; c < width; c += V::kWidth) {
-      const auto half = [&](int64_t row) {
-        return reinterpret_cast<typename V::HashVec>(row < count ? only_finite<V>(number(row, c)) : V::zero());
-      };
-      store_pairs<V>(dst + r / 2 * width + c, half(r), half(r + 1));
-    }
+    for (int64_t c = 0; c < width; c += V::kWidth) store_pairs<V>(dst + r / 2 * width + c, half(r, c), half(r + 1, c));
   }
 }
 
 // The same of rows of float that hold numbers of bfloat16.
 template <class V>
 void pair_rows(const float* rows, int64_t count, int64_t padded, int64_t width, BFloat16Pair* dst) {
-  pair_rows<V>(count, padded, width, dst, [&](int64_t r, int64_t c) { return V::load(rows + r * width + c); });
+  pair_rows<V, true>(count, padded, width, dst, [&](int64_t r, int64_t c) { return V::load(rows + r * width + c); });
 }
 
 // Rows of K or V, a tile of them at most, turned: [width][kBlockKeys / 2] pairs of keys. `pairs` is scratch of that
 // size.
-template <class V>
+template <class V, bool kClears>
 void turn_keys(Rows<BFloat16Pair> rows, int64_t count, int64_t width, BFloat16Pair* pairs, BFloat16Pair* columns) {
   const int64_t padded = whole_depth(count);
-  pair_rows<V>(count, padded, width, pairs, [&](int64_t r, int64_t c) {
+  pair_rows<V, kClears>(count, padded, width, pairs, [&](int64_t r, int64_t c) {
     return V::load(reinterpret_cast<const BFloat16*>(rows.data + r * rows.ld) + c);
   });
   transpose<V>(pointer_to<float>(static_cast<void*>(pairs)), width, padded / 2, width,
                pointer_to<float>(static_cast<void*>(columns)), kBlockKeys / 2);
 }
 
-// Whether rows of bfloat16 hold an infinity or NaN.
+// Whether rows of bfloat16 hold an infinity or NaN: a number whose exponent, all ones, carries when one is added.
 template <class V>
 bool any_nonfinite(Rows<BFloat16Pair> rows, int64_t count, int64_t terms) {
-  typename V::HashVec found{};
+  typename V::HashVec carries{};
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t c = 0; c < terms; c += V::kWidth) {
-      const auto pairs = load_pairs<V>(rows.data + r * rows.ld + c);
-      const auto first = (pairs & 0x7f80u) == 0x7f80u, second = (pairs & 0x7f800000u) == 0x7f800000u;
-      found |= reinterpret_cast<typename V::HashVec>(first | second);
+      carries |= (load_pairs<V>(rows.data + r * rows.ld + c) & 0x7f807f80u) + 0x00800080u;
     }
   }
-  return V::any(V::lane_mask(found));
+  return V::any(V::lane_mask(carries & 0x80008000u));
 }
 
-// P^T of a tile [key][lane] as pairs of keys; zero beyond its keys and its edge.
-template <class V>
+// P^T or dS^T of a tile [key][lane] as pairs of keys; zero beyond its keys and its edge.
+template <class V, bool kMayBeInfinite>
 void split_key_pairs(const Tile& t, const TileEdge& edge, const float* rows, const SplitRows& dst) {
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
     const KeySpan seen = edge.keys_seen<V>(t, c);
-    const auto split = [&](int64_t k) {
-      return HighLow<V>(seen.holds(k) ? V::load(rows + k * t.lanes + c) : V::zero());
-    };
+    using Halves = HighLow<V, kMayBeInfinite>;
+    const auto split = [&](int64_t k) { return Halves(seen.holds(k) ? V::load(rows + k * t.lanes + c) : V::zero()); };
     for (int64_t k = 0; k < whole_depth(t.key_count); k += 2) {
-      const HighLow<V> first = split(k), second = split(k + 1);
+      const Halves first = split(k), second = split(k + 1);
       store_pairs<V>(dst.high + k / 2 * t.lanes + c, first.high, second.high);
       store_pairs<V>(dst.low + k / 2 * t.lanes + c, first.low, second.low);
     }
@@ -118,7 +119,7 @@ void split_key_pairs(const Tile& t, const TileEdge& edge, const float* rows, con
 
 // P^T or dS^T of a tile as it lies, [key][lanes in pairs], in whole rows and columns of tiles; zero where there is no
 // key or no query.
-template <class V>
+template <class V, bool kMayBeInfinite>
 void split_lane_pairs(const Tile& t, const float* rows, const SplitRows& dst) {
   const int64_t width = whole_depth(t.lanes);
   auto *high = reinterpret_cast<uint16_t*>(dst.high), *low = reinterpret_cast<uint16_t*>(dst.low);
@@ -128,7 +129,7 @@ void split_lane_pairs(const Tile& t, const float* rows, const SplitRows& dst) {
       typename V::Vec x = V::zero();
       if (queries > 0) x = V::load(rows + k * t.lanes + c);
       if (queries < V::kWidth) x = V::select(V::first_lanes(queries), x, V::zero());
-      const HighLow<V> split(x);
+      const HighLow<V, kMayBeInfinite> split(x);
       V::store_halves(high + c, __builtin_convertvector(split.high >> 16, typename V::HalfVec));
       V::store_halves(low + c, __builtin_convertvector(split.low >> 16, typename V::HalfVec));
     }
