@@ -24,8 +24,8 @@ the problem at hand, so they grow with head size, key length and the magnitude o
 Weights and dS are not rounded to the storage type before they enter a product, as other libraries round them: for those
 (``rounded``) e_p is u larger in out and value's gradient, e_ds by u |dS|, and k is u. The AMX kernels' products take
 bfloat16 only: there (``halves``) weights and dS enter as the sum of two such numbers, which is as good as twice the
-digits, and e_p and the errors of dS are u^2 larger in those products. Where numbers are so small that their spacing no
-longer shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
+digits, and e_p, e_l and the errors of dS are u^2 larger. Where numbers are so small that their spacing no longer shrinks,
+``smallest`` stands in for u times them; an exponential may return 0 there.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def attention_limits(
     scores = scores_of(exact, dtype)
     lse = exact.lse.nan_to_num(neginf=0.0)[..., None]
     e_s = torch.where(exact.weights > 0, scores.error, 0.0)
-    e_l = (exact.weights * e_s).sum(-1, keepdim=True) + growth(keys, dtype) + 4 * a + 3 * a * lse.abs()
+    e_l = (exact.weights * e_s).sum(-1, keepdim=True) + growth(keys, dtype) + 4 * a + 3 * a * lse.abs() + split
     if exact.sink is not None:
         e_l = e_l + 4 * a * exact.sink[:, None, None].abs()
     e_p = e_s + e_l + 2 * a * (scores.size + lse.abs()) + 4 * a

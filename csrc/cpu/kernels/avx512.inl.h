@@ -29,6 +29,10 @@ struct Avx512<float> : Simd<float, 64> {
         _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
   static MHA_EXT_INLINE Vec max(Vec a, Vec b) { return _mm512_maskz_max_ps(0xffff, a, b); }
+  // Which the compiler does not fuse with what comes next.
+  static MHA_EXT_INLINE Vec rounded_product(Vec a, Vec b) {
+    return _mm512_maskz_mul_round_ps(0xffff, a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
   static MHA_EXT_INLINE Vec scale_by_power_of_two(Vec p, Vec /*shifted*/, Vec n) {
     return _mm512_maskz_scalef_ps(0xffff, p, n);
   }

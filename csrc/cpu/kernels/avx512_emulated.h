@@ -52,6 +52,12 @@ MHA_EXT_EMULATED Vector scaled(Vector x, Vector n) {
   return result;
 }
 
+MHA_EXT_EMULATED Vec<float> rounded_product(Vec<float> a, Vec<float> b) {
+  Vec<float> result = a * b;
+  asm("" : "+m"(result));
+  return result;
+}
+
 MHA_EXT_EMULATED Pairs load_pairs(const void* p) {
   Pairs result;
   __builtin_memcpy(&result, p, sizeof(result));
@@ -80,6 +86,7 @@ MHA_EXT_EMULATED Vec<float> add_products(Vec<float> sum, Pairs a, Pairs b) {
 #define _mm512_maskz_max_pd(mask, a, b) emulated::larger(a, b)
 #define _mm512_maskz_scalef_ps(mask, x, n) emulated::scaled(x, n)
 #define _mm512_maskz_scalef_pd(mask, x, n) emulated::scaled(x, n)
+#define _mm512_maskz_mul_round_ps(mask, a, b, mode) emulated::rounded_product(a, b)
 #define _mm512_loadu_si512(p) emulated::load_pairs(p)
 #define _mm512_set1_epi32(x) emulated::in_every_lane(x)
 #define _mm512_dpbf16_ps(sum, a, b) emulated::add_products(sum, a, b)

@@ -95,7 +95,7 @@ void accumulate_value_tiles(const AttentionParams& p, const Tile& t, ForwardScra
   const bool finite = !any_nonfinite<V>(values, t.key_count, terms_in<BFloat16Pair>(p.value_dim));
   finite ? turn_keys<V, false>(values, t.key_count, width, tiles.pairs, tiles.columns)
          : turn_keys<V, true>(values, t.key_count, width, tiles.pairs, tiles.columns);
-  split_key_pairs<V, false>(t, s.mask.edge, s.scores, tiles.probabilities);
+  split_key_pairs<V, Known::SixteenBits>(t, s.mask.edge, s.scores, tiles.probabilities);
   if (!all_one<V>(s.softmax.rescale, t.lanes)) {
     scale_lanes<V>(s.accumulator, t.lanes, s.softmax.rescale, width, t.lanes);
   }

@@ -93,10 +93,23 @@ MHA_EXT_INLINE typename V::Vec finite_reference(typename V::Vec maximum) {
   return V::select(maximum == -V::kInfinity, V::zero(), maximum);
 }
 
-// A score as products by tiles leave it lacks a factor; others have it.
+// A score as products by tiles leave it lacks a factor; others have it. Rounded by itself, the largest score of a row
+// is its maximum to the bit, and its weight 1.
 template <class V>
 MHA_EXT_INLINE typename V::Vec with_factor(typename V::Vec score, typename V::Scalar factor) {
-  return V::kMultipliesTiles ? score * factor : score;
+  if constexpr (V::kMultipliesTiles) {
+    return V::rounded_product(score, V::broadcast(factor));
+  } else {
+    return score;
+  }
+}
+
+// A weight as products by tiles can take it whole, which is as two numbers of 8 bits. Its row's sum takes it so too:
+// the output is then the mean of V by those weights, and exact where one of them has nearly all.
+template <class V>
+MHA_EXT_INLINE typename V::Vec as_weight(typename V::Vec p) {
+  const auto bits = reinterpret_cast<typename V::IntVec>(p);
+  return V::kMultipliesTiles ? reinterpret_cast<typename V::Vec>((bits + 0x80) & ~0xff) : p;
 }
 
 // What a tile's scores are measured against. Where rescaling is not part of the product, a maximum that grows by less
@@ -130,12 +143,12 @@ void softmax_tile(const Tile& t, const TileEdge& edge, typename V::Scalar factor
       m1 = V::max(m1, V::load(scores + (k + 1) * ld + c));
     }
     if (k < keys.end) m0 = V::max(m0, V::load(scores + k * ld + c));
-    const Vec found = V::kMultipliesTiles ? V::max(V::max(m0, m1) * factor, before) : V::max(m0, m1);
+    const Vec found = V::kMultipliesTiles ? V::max(with_factor<V>(V::max(m0, m1), factor), before) : V::max(m0, m1);
     const Vec maximum = next_maximum<V>(before, found);
     const Vec reference = finite_reference<V>(maximum);
     Vec sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     const auto exponentiate = [&](Scalar* score, Vec& sum) {
-      const Vec p = exp_of<V>(with_factor<V>(V::load(score), factor) - reference);
+      const Vec p = as_weight<V>(exp_of<V>(with_factor<V>(V::load(score), factor) - reference));
       V::store(score, p);
       sum += p;
     };

@@ -1,8 +1,8 @@
 // What products by tiles are made of: pairs of neighbouring rows, and float numbers as two of bfloat16.
 //
-// P and dS rounded to bfloat16 would make the gradients' error 1.4 times that of PyTorch's math path. As the sum of two
-// bfloat16 numbers they are exact to 2^-16 of themselves, a hundredth of what rounding the result takes, for twice the
-// products. But where the second number is 0, an infinity in the other operand would meet 0 * infinity: numbers that
+// P and dS rounded to bfloat16 would make the errors 1.4 times those of PyTorch's math path. As the sum of two bfloat16
+// numbers they are exact to 2^-16 of themselves, a hundredth of what rounding the result takes, for twice the products.
+// But where the second number is 0, an infinity in the other operand would meet 0 * infinity: numbers that
 // are not finite are left out of the products, and their terms are added one by one.
 #pragma once
 
@@ -15,21 +15,23 @@ namespace {
 // Keys, or lanes, padded to what a sum by tiles takes them by.
 MHA_EXT_INLINE int64_t whole_depth(int64_t count) { return round_up(count, 2 * kTilePairs); }
 
-// A number of float as the sum of two of bfloat16, each the upper half of its lane; kMayBeInfinite says that of an
-// infinity the first has all.
-template <class V, bool kMayBeInfinite>
+// What is known of numbers of float: weights of the forward pass have 16 bits (as_weight) and are finite or NaN, those
+// of the backward pass are finite or NaN, gradients may be infinite as well.
+enum class Known { SixteenBits, NotInfinite, Nothing };
+
+// A number of float as the sum of two of bfloat16, each the upper half of its lane.
+template <class V, Known kKnown>
 struct HighLow {
   typename V::HashVec high, low;
 
   explicit MHA_EXT_INLINE HighLow(typename V::Vec x) {
-    high = reinterpret_cast<typename V::HashVec>(x) & kUpper;
+    high = reinterpret_cast<typename V::HashVec>(x) & 0xffff0000u;
     typename V::Vec rest = x - reinterpret_cast<typename V::Vec>(high);
-    if (kMayBeInfinite) rest = V::select(rest != rest, V::zero(), rest);
-    low = (reinterpret_cast<typename V::HashVec>(rest) + 0x8000u) & kUpper;
+    if (kKnown == Known::Nothing) rest = V::select(rest != rest, V::zero(), rest);  // infinity - infinity
+    low = reinterpret_cast<typename V::HashVec>(rest);
+    if (kKnown != Known::SixteenBits) low += 0x8000u;
+    low &= 0xffff0000u;  // bits are left where the rest is subnormal
   }
-
- private:
-  static constexpr uint32_t kUpper = 0xffff0000u;
 };
 
 template <class V>
@@ -103,11 +105,11 @@ bool any_nonfinite(Rows<BFloat16Pair> rows, int64_t count, int64_t terms) {
 }
 
 // P^T or dS^T of a tile [key][lane] as pairs of keys; zero beyond its keys and its edge.
-template <class V, bool kMayBeInfinite>
+template <class V, Known kKnown>
 void split_key_pairs(const Tile& t, const TileEdge& edge, const float* rows, const SplitRows& dst) {
   for (int64_t c = 0; c < t.lanes; c += V::kWidth) {
     const KeySpan seen = edge.keys_seen<V>(t, c);
-    using Halves = HighLow<V, kMayBeInfinite>;
+    using Halves = HighLow<V, kKnown>;
     const auto split = [&](int64_t k) { return Halves(seen.holds(k) ? V::load(rows + k * t.lanes + c) : V::zero()); };
     for (int64_t k = 0; k < whole_depth(t.key_count); k += 2) {
       const Halves first = split(k), second = split(k + 1);
@@ -119,7 +121,7 @@ void split_key_pairs(const Tile& t, const TileEdge& edge, const float* rows, con
 
 // P^T or dS^T of a tile as it lies, [key][lanes in pairs], in whole rows and columns of tiles; zero where there is no
 // key or no query.
-template <class V, bool kMayBeInfinite>
+template <class V, Known kKnown>
 void split_lane_pairs(const Tile& t, const float* rows, const SplitRows& dst) {
   const int64_t width = whole_depth(t.lanes);
   auto *high = reinterpret_cast<uint16_t*>(dst.high), *low = reinterpret_cast<uint16_t*>(dst.low);
@@ -129,7 +131,7 @@ void split_lane_pairs(const Tile& t, const float* rows, const SplitRows& dst) {
       typename V::Vec x = V::zero();
       if (queries > 0) x = V::load(rows + k * t.lanes + c);
       if (queries < V::kWidth) x = V::select(V::first_lanes(queries), x, V::zero());
-      const HighLow<V, kMayBeInfinite> split(x);
+      const HighLow<V, kKnown> split(x);
       V::store_halves(high + c, __builtin_convertvector(split.high >> 16, typename V::HalfVec));
       V::store_halves(low + c, __builtin_convertvector(split.low >> 16, typename V::HalfVec));
     }
