@@ -21,7 +21,7 @@ from benchmarks import processors
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _AVX512 = ["-mavx512f", "-mfma", "-DVECTOR_BYTES=64"]
-_FLAGS = {"avx512_bf16": _AVX512, "avx512": _AVX512, "avx2": ["-mavx2", "-mfma", "-DVECTOR_BYTES=32"]}
+_FLAGS = {"amx": _AVX512, "avx512_bf16": _AVX512, "avx512": _AVX512, "avx2": ["-mavx2", "-mfma", "-DVECTOR_BYTES=32"]}
 _SIZES = {"fp32": 4, "fp64": 8}
 _STEPS = 500_000  # a few milliseconds
 _REPEATS = 20

@@ -42,6 +42,14 @@ _CORE_RATIOS = {
     "1,8,2048,64": {"forward": (1.2, 1.45), "backward": (1.3, 1.6)},
     "2,16,1024,128": {"forward": (1.03, 1.4), "backward": (1.16, 1.6)},
 }
+# The same of bfloat16, with AMX.
+_AMX_RATIOS = {
+    "1,8,128,64": {"forward": (1.6, None), "backward": (13.0, None)},
+    "32,8,64,32": {"forward": (2.4, None), "backward": (21.0, None)},
+    "8,8,512,64": {"forward": (1.4, 2.3), "backward": (4.1, 6.0)},
+    "1,8,2048,64": {"forward": (1.4, 1.8), "backward": (2.8, 3.4)},
+    "2,16,1024,128": {"forward": (1.2, 1.6), "backward": (2.1, 3.4)},
+}
 # Ratios to nn.MultiheadAttention(need_weights=False), and of training to its default call.
 _LAYER_RATIOS = {
     "1,128,512,8": {"forward": 1.0, "training": 1.2, "default": 1.3},
@@ -72,6 +80,7 @@ class Goal:
         peer: the number is a ratio to a peer, and ``needed`` is 1 at most where we do not run on AVX-512.
         together: where all cases pass, one row stands for them: that of the worst.
         threads: how many the goal supposes.
+        capability: how the name of the instruction set begins that the goal is for.
     """
 
     text: str
@@ -82,6 +91,7 @@ class Goal:
     peer: bool = False
     together: bool = False
     threads: int = 1
+    capability: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,20 +133,24 @@ def _plain(case: Case) -> bool:
     return not (case.mask != "none" or case.dropout or case.need_weights or case.kv_heads or case.value_dim)
 
 
-def _is(shape: str, task: str, options: str, level: str) -> Choice:
-    names = (level, task, shape, options, "fp32")
+def _is(shape: str, task: str, options: str, level: str, dtype: str = "fp32") -> Choice:
+    names = (level, task, shape, options, dtype)
     return lambda case: (case.level, case.task, case.shape_name, case.options_name, case.dtype) == names
 
 
-def _core_goals() -> Iterator[Goal]:
-    for shape, tasks in _CORE_RATIOS.items():
-        for task, ratios in tasks.items():
-            for options, ratio in zip(_TRIANGLE, ratios, strict=True):
+def _against_sdpa(text: str, ratios: dict[str, Any], dtype: str, capability: str = "") -> Iterator[Goal]:
+    for shape, tasks in ratios.items():
+        for task, pair in tasks.items():
+            for options, ratio in zip(_TRIANGLE, pair, strict=True):
                 if ratio is not None:
                     yield Goal(
-                        "core vs F.sdpa", _is(shape, task, options, "core"), against("F.sdpa"),
-                        ratio * _CORE_SLACK, peer=True,
+                        text, _is(shape, task, options, "core", dtype), against("F.sdpa"), ratio * _CORE_SLACK,
+                        peer=True, capability=capability,
                     )  # fmt: skip
+
+
+def _core_goals() -> Iterator[Goal]:
+    yield from _against_sdpa("core vs F.sdpa", _CORE_RATIOS, "fp32")
 
     def short(case: Case) -> bool:
         return _timed_core(case) and _plain(case) and case.dtype == "fp32" and case.shape_name in _CORE_RATIOS
@@ -236,6 +250,7 @@ def _half_core_goals() -> Iterator[Goal]:
     def timed(case: Case) -> bool:
         return _timed_core(case) and _plain(case) and case.dtype in HALF and case.shape_name in shapes
 
+    yield from _against_sdpa("core, bf16 with AMX, vs F.sdpa", _AMX_RATIOS, "bf16", "amx")
     for dtype in HALF:
         yield Goal(
             f"core, {dtype}, vs F.sdpa", lambda case, dtype=dtype: timed(case) and case.dtype == dtype,
@@ -344,6 +359,8 @@ def all_goals() -> list[Goal]:
 
 
 def _rows(goal: Goal, results: Sequence[Result], machine: dict[str, Any]) -> list[Row]:
+    if not machine["cpu_capability"].startswith(goal.capability):
+        return []
     needed = min(goal.needed, 1.0) if goal.peer and not machine["cpu_capability"].startswith(_WIDE) else goal.needed
     rows = []
     for result in results:

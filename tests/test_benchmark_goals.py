@@ -83,6 +83,12 @@ def test_fewer_lanes_need_only_be_as_fast_as_the_peer():
     assert verdicts(alone, cpu_capability="avx2")["one head, 1 thread over all threads"] == (1.5, 1.6, "short")
 
 
+def test_bfloat16_has_goals_of_its_own_with_amx():
+    goal, result = "core, bf16 with AMX, vs F.sdpa", timed(replace(CORE, task="backward", dtype="bf16"), sdpa=3.0)
+    assert verdicts(result, cpu_capability="amx")[goal] == (pytest.approx(3.0), pytest.approx(4.1 * 0.9), "short")
+    assert goal not in verdicts(result, cpu_capability="avx512_bf16")
+
+
 def test_the_strongest_peer_is_the_one_that_is_nearest_and_never_ourselves():
     short = replace(CORE, batch=1, length=128)
     result = timed(short, sdpa=1.8, hand=0.9)

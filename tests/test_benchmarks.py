@@ -242,7 +242,7 @@ def test_the_loop_of_multiply_adds_does_what_is_counted(tmp_path):
     assert fma_flops(["fp64", "bf16"]).keys() == {"fp64"}
     # The compiler has left no product out: it computes those beforehand whose start it knows.
     fma_peak.compile_loop(tmp_path / "loop.s", "-S")
-    sums = operations // 2 // (8 if mha_ext.cpu_capability().startswith("avx512") else 4)
+    sums = operations // 2 // (8 if mha_ext.cpu_capability().startswith(("avx512", "amx")) else 4)
     assert (tmp_path / "loop.s").read_text().count("vfmadd") == 2 * sums
 
 

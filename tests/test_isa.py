@@ -53,6 +53,20 @@ def test_nan_behind_masks_and_empty_rows(capability: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001])
+def test_a_nan_of_any_bits_stays_one(capability: str, dtype: torch.dtype, bits: int) -> None:
+    problem = build(Case(1, 2, 2, 40, 70, 16, dtype=dtype, mask="float32:11TS"))
+    problem.attn_mask[0, 0, 3, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    with cpu_capability(capability):
+        out, lse, grads = run(problem)
+    row_three = torch.arange(40) == 3
+    for rows in (out, lse[..., None], grads["query"]):
+        assert torch.equal(rows.isnan().all(-1), row_three.expand(rows.shape[:-1]))
+        assert not rows[:, :, ~row_three].isnan().any()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_dropout_mask_is_the_same_everywhere(capability: str) -> None:
     zeros, value = torch.zeros(1, 2, 70, 4), torch.eye(70).expand(1, 2, 70, 70)
     kept = []

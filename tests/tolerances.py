@@ -24,8 +24,8 @@ the problem at hand, so they grow with head size, key length and the magnitude o
 Weights and dS are not rounded to the storage type before they enter a product, as other libraries round them: for those
 (``rounded``) e_p is u larger in out and value's gradient, e_ds by u |dS|, and k is u. The AMX kernels' products take
 bfloat16 only: there (``halves``) weights and dS enter as the sum of two such numbers, which is as good as twice the
-digits, and e_p, e_l and the errors of dS are u^2 larger. Where numbers are so small that their spacing no longer shrinks,
-``smallest`` stands in for u times them; an exponential may return 0 there.
+digits, and e_p, e_l and the errors of dS are u^2 larger. Where numbers are so small that their spacing no longer
+shrinks, ``smallest`` stands in for u times them; an exponential may return 0 there.
 """
 
 from __future__ import annotations

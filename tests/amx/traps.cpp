@@ -1,6 +1,6 @@
 // The AMX instructions on a processor that has none: each raises SIGILL there, and the handler decodes its bytes, does
 // what it says and goes on behind it. So the machine code of amx.cpp itself runs, with its registers, strides and tile
-// numbers. Encodings and operations: Intel's instruction set reference. Subnormal numbers are left as they are.
+// numbers. Encodings and operations: Intel's instruction set reference.
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -42,29 +42,32 @@ void configure(const unsigned char* from) {
   configured = true;
 }
 
+float normal(float x) { return __builtin_fabsf(x) < __FLT_MIN__ ? __builtin_copysignf(0.0f, x) : x; }
+
 float number(const unsigned char* bf16) {
   uint16_t half;
   memcpy(&half, bf16, sizeof(half));
   const uint32_t bits = static_cast<uint32_t>(half) << 16;
   float x;
   memcpy(&x, &bits, sizeof(x));
-  return x;
+  return normal(x);
 }
 
+// Subnormal numbers, read or made, are zeros.
 void add_product(Tile& sum, const Tile& a, const Tile& b) {
   if (a.rows != sum.rows || b.row_bytes != sum.row_bytes || a.row_bytes != 4 * b.rows) refuse("tiles do not fit");
   for (int m = 0; m < sum.rows; ++m) {
     float first[16] = {}, second[16] = {};
     for (int k = 0; k < b.rows; ++k) {
       for (int n = 0; n < sum.row_bytes / 4; ++n) {
-        first[n] = __builtin_fmaf(number(a.bytes[m] + 4 * k), number(b.bytes[k] + 4 * n), first[n]);
-        second[n] = __builtin_fmaf(number(a.bytes[m] + 4 * k + 2), number(b.bytes[k] + 4 * n + 2), second[n]);
+        first[n] = normal(__builtin_fmaf(number(a.bytes[m] + 4 * k), number(b.bytes[k] + 4 * n), first[n]));
+        second[n] = normal(__builtin_fmaf(number(a.bytes[m] + 4 * k + 2), number(b.bytes[k] + 4 * n + 2), second[n]));
       }
     }
     for (int n = 0; n < sum.row_bytes / 4; ++n) {
       float x;
       memcpy(&x, sum.bytes[m] + 4 * n, sizeof(x));
-      x += first[n] + second[n];
+      x = normal(normal(x) + normal(first[n] + second[n]));
       memcpy(sum.bytes[m] + 4 * n, &x, sizeof(x));
     }
   }

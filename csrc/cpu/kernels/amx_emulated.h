@@ -1,8 +1,8 @@
 // The instructions of amx_instructions.h in plain C++, for tests (-DMHA_EXT_EMULATE_AMX in .ci/lint): the tiles of a
-// thread are memory, and each row that an instruction reads or writes is an access that the sanitizers see. Subnormal
-// numbers, which the instruction takes for zeros, are left as they are.
+// thread are memory, and each row that an instruction reads or writes is an access that the sanitizers see.
 #pragma once
 
+#include <immintrin.h>
 #include <stdint.h>
 
 #include "simd.inl.h"
@@ -28,25 +28,31 @@ struct TileInstructions {
   static void zero_tile() {
     __builtin_memset(tiles()[kTile], 0, sizeof(Tile));
   }
-  // The sums of the pairs' first numbers and of their second ones join at the end.
+  // The sums of the pairs' first numbers and of their second ones join at the end. Subnormal numbers, read or made, are
+  // zeros, whatever the thread's own mode is.
   template <int kSum, int kLeft, int kRight>
   static void add_tile_product() {
-    using V = Simd<float, 64>;
+    const Tile &left = tiles()[kLeft], &right = tiles()[kRight];
+    Tile& sum = tiles()[kSum];
+    const uint32_t mode = _mm_getcsr(), zeros = 0x9fc0;  // flush to zero, denormals are zeros, no exceptions
+    asm volatile("ldmxcsr %0" ::"m"(zeros) : "memory");
     for (int m = 0; m < kTileRows; ++m) {
       V::Vec first{}, second{};
       for (int k = 0; k < kRowNumbers; ++k) {
-        const uint32_t left = tiles()[kLeft][m][k];
-        V::HashVec right;
-        __builtin_memcpy(&right, tiles()[kRight][k], sizeof(right));
-        first += __builtin_bit_cast(float, left << 16) * reinterpret_cast<V::Vec>(right << 16);
-        second += __builtin_bit_cast(float, left & 0xffff0000u) * reinterpret_cast<V::Vec>(right & 0xffff0000u);
+        const uint32_t a = left[m][k];
+        V::HashVec b;
+        __builtin_memcpy(&b, right[k], sizeof(b));
+        first += __builtin_bit_cast(float, a << 16) * reinterpret_cast<V::Vec>(b << 16);
+        second += __builtin_bit_cast(float, a & 0xffff0000u) * reinterpret_cast<V::Vec>(b & 0xffff0000u);
       }
-      auto* sum = reinterpret_cast<float*>(tiles()[kSum][m]);
-      V::store(sum, V::load(sum) + (first + second));
+      auto* row = reinterpret_cast<float*>(sum[m]);
+      V::store(row, V::load(row) + (first + second));
     }
+    asm volatile("ldmxcsr %0" ::"m"(mode) : "memory");
   }
 
  private:
+  using V = Simd<float, 64>;
   static constexpr int kTileCount = 8, kTileRows = 16, kRowNumbers = 16;
   using Number __attribute__((may_alias, aligned(2))) = uint32_t;
   using Row = Number[kRowNumbers];

@@ -149,7 +149,7 @@ void softmax_backward_tile(const AttentionParams& p, const Tile& t, BackwardScra
       typename V::IntVec hidden{};
       if (Parts::kAny) score = mask_vector<V, Parts>(mask_row, c, score, hidden);
       if (Parts::kAddends) any_hidden |= hidden;
-      const Vec probability = as_weight<V>(probability_of<V, Parts::kAny>(score, V::load(high + c), V::load(low + c)));
+      const Vec probability = probability_of<V, Parts::kAny>(score, V::load(high + c), V::load(low + c));
       Vec kept = probability;
       if (kDropout) {
         const auto keep = dropout_row.keep(tile.queries.begin + c, drop_below);

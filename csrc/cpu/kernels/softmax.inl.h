@@ -104,12 +104,15 @@ MHA_EXT_INLINE typename V::Vec with_factor(typename V::Vec score, typename V::Sc
   }
 }
 
-// A weight as products by tiles can take it whole, which is as two numbers of 8 bits. Its row's sum takes it so too:
-// the output is then the mean of V by those weights, and exact where one of them has nearly all.
+// A weight as products by tiles can take it whole, which is as two numbers of 8 bits: rounded to 16 (Veltkamp 1968).
+// Its row's sum takes it so too: the output is then the mean of V by those weights, and exact where one has nearly all.
 template <class V>
 MHA_EXT_INLINE typename V::Vec as_weight(typename V::Vec p) {
-  const auto bits = reinterpret_cast<typename V::IntVec>(p);
-  return V::kMultipliesTiles ? reinterpret_cast<typename V::Vec>((bits + 0x80) & ~0xff) : p;
+  if constexpr (V::kMultipliesTiles) {
+    return V::rounded_product(p, V::broadcast(257)) - p * 256;
+  } else {
+    return p;
+  }
 }
 
 // What a tile's scores are measured against. Where rescaling is not part of the product, a maximum that grows by less
