@@ -17,6 +17,7 @@ struct FloatFormat;
 template <>
 struct FloatFormat<float> {
   using Int = int32_t;
+  using Bits = uint32_t;
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
   static constexpr float kRoundToInteger =
       12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
@@ -26,6 +27,7 @@ struct FloatFormat<float> {
 template <>
 struct FloatFormat<double> {
   using Int = int64_t;
+  using Bits = uint64_t;
   static constexpr int kMantissaBits = 52, kExponentBias = 1023;
   static constexpr double kRoundToInteger = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kInfinity = __builtin_inf(), kLowest = -__DBL_MAX__;
@@ -56,6 +58,7 @@ struct Simd {
   typedef Scalar Vec __attribute__((vector_size(kBytes)));
   typedef Scalar UnalignedVec __attribute__((vector_size(kBytes), aligned(sizeof(Scalar)), may_alias));
   typedef typename Format::Int IntVec __attribute__((vector_size(kBytes)));
+  typedef typename Format::Bits BitVec __attribute__((vector_size(kBytes)));
   typedef int32_t Int32Vec __attribute__((vector_size(kWidth * 4)));
   typedef uint8_t ByteVec __attribute__((vector_size(kBytes)));
   typedef uint8_t UnalignedByteVec __attribute__((vector_size(kBytes), aligned(1), may_alias));
@@ -106,9 +109,9 @@ struct Simd {
     return lane < static_cast<typename Format::Int>(count);
   }
 
-  // p * 2^n for an integer n in the range of normal numbers; `shifted` is n + kRoundToInteger.
+  // p * 2^n for an integer n in the range of normal numbers; `shifted` is n + kRoundToInteger. A NaN's bits overflow.
   static MHA_EXT_INLINE Vec scale_by_power_of_two(Vec p, Vec shifted, Vec /*n*/) {
-    const IntVec exponent = (reinterpret_cast<IntVec>(shifted) + Format::kExponentBias) << Format::kMantissaBits;
+    const BitVec exponent = (reinterpret_cast<BitVec>(shifted) + Format::kExponentBias) << Format::kMantissaBits;
     return p * reinterpret_cast<Vec>(exponent);
   }
 
