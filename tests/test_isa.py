@@ -66,6 +66,37 @@ def test_a_nan_of_any_bits_stays_one(capability: str, dtype: torch.dtype, bits: 
         assert not rows[:, :, ~row_three].isnan().any()
 
 
+def large_numbers() -> dict[str, tuple[list[torch.Tensor], float]]:
+    """Query, key, value and the gradient of the output, with a scale: numbers far from 1 whose results are finite."""
+    torch.manual_seed(0)
+    late = [torch.ones(1, 1, 32, 32), torch.zeros(1, 1, 128, 32), torch.zeros(1, 1, 128, 32), torch.ones(1, 1, 32, 32)]
+    late[1][:, :, 100], late[2][:, :, 100], late[3] = 7.9 / 32, 1e36, late[3] * 1e-37
+    keys = torch.randn(1, 1, 64, 64).sign() * (1 + torch.rand(1, 1, 64, 64)) * 1e-37  # subnormal ones may be zeros
+    queries = [torch.full((1, 1, 32, 64), 1e37), keys, torch.randn(1, 1, 64, 64), torch.randn(1, 1, 32, 64) * 6]
+    return {"value behind a late maximum": (late, 1.0), "query": (queries, 0.125)}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", large_numbers())
+def test_large_numbers_with_finite_results_stay_finite(capability: str, name: str) -> None:
+    numbers, scale = large_numbers()[name]
+    halves = [x.bfloat16() for x in numbers]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        query, key, value = (x.to(dtype).requires_grad_() for x in halves[:3])
+        if dtype == torch.float64:
+            out = torch.softmax(scale * query @ key.mT, -1) @ value
+        else:
+            with cpu_capability(capability):
+                out = torch.ops.mha_ext.attention(query, key, value, scale=scale)[0]
+        with cpu_capability(capability):
+            grads = torch.autograd.grad(out, (query, key, value), halves[3].to(dtype))
+        results.append([out.detach().double(), *(grad.double() for grad in grads)])
+    for got, want in zip(*results, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_dropout_mask_is_the_same_everywhere(capability: str) -> None:
     zeros, value = torch.zeros(1, 2, 70, 4), torch.eye(70).expand(1, 2, 70, 70)

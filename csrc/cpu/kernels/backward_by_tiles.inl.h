@@ -23,7 +23,8 @@ void backward_tile_by_tiles(const BackwardParams& b, const Tile& t, int64_t key_
   };
   if (!block_is_finite<V>(p, t.lanes, s)) {
     for_each_nonfinite(
-        t.queries.count, p.head_dim, [&](int64_t q, int64_t d) { return s.query_rows[q * d_width + d]; },
+        t.queries.count, p.head_dim,
+        [&](int64_t q, int64_t d) { return s.query_rows[q * d_width + d] * static_cast<float>(p.scale); },
         add_to_row(sums.grad_key, d_width, s.grad_scores));
     for_each_nonfinite(
         t.queries.count, p.value_dim, [&](int64_t q, int64_t d) { return s.grad_rows[q * dv_width + d]; },

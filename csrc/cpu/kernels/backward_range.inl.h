@@ -73,8 +73,6 @@ void gradients_of_range(const BackwardParams& b, const KeyRange& range, Backward
     }
   }
   const QueryBlock rows{range.batch, range.kv_head, range.begin, count};
-  const auto left = static_cast<Scalar>(p.scale) / query_factor<V>(p);
-  for (int64_t i = 0; V::kMultipliesTiles && i < count * d; ++i) s.grad_key[i] *= left;
   if (b.grad_key.data != nullptr) write_rows(b.grad_key, rows, p.head_dim, s.grad_key, d);
   if (b.grad_value.data != nullptr) write_rows(b.grad_value, rows, p.value_dim, s.grad_value, dv);
 }

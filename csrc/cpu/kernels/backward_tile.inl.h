@@ -56,7 +56,7 @@ struct BackwardScratch : ScoreScratch<V> {
   size_t bytes;
 };
 
-// What dK is made from: scale Q, or Q where products by tiles take it as it is.
+// What Q is kept times: scale, but for products by tiles, which take Q as it is and scale dS for dK.
 template <class V>
 MHA_EXT_INLINE typename V::Scalar query_factor(const AttentionParams& p) {
   return V::kMultipliesTiles ? 1 : static_cast<typename V::Scalar>(p.scale);

@@ -48,15 +48,15 @@ struct GradientTiles {
     pair_rows<V>(grad_rows, count, padded, padded_width<V>(p.value_dim), grad_pairs);
   }
 
-  // dQ^T += K^T dS^T, dK += dS^T Q, dV += P^T dO.
+  // dQ^T += K^T dS^T, dK += scale dS^T Q, dV += P^T dO.
   void add_products(const AttentionParams& p, const Tile& t, const TileEdge& edge, int64_t key_in_range,
                     const float* probability_rows, const float* grad_score_rows, const TileSums& sums) const {
     const int64_t d = padded_width<V>(p.head_dim), dv = padded_width<V>(p.value_dim);
     split_key_pairs<V, Known::Nothing>(t, edge, grad_score_rows, grad_score_pairs);
     tile_key_sum<V>(t, edge, columns_of(key_in_range, d), grad_score_pairs, d, sums.grad_query);
-    split_lane_pairs<V, Known::NotInfinite>(t, probability_rows, probabilities);
+    split_lane_pairs<V, Known::NotInfinite>(t, probability_rows, 1, probabilities);
     tile_lane_sum<V>(t, edge, probabilities, grad_pairs, dv, sums.grad_value);
-    split_lane_pairs<V, Known::Nothing>(t, grad_score_rows, grad_scores);
+    split_lane_pairs<V, Known::Nothing>(t, grad_score_rows, static_cast<float>(p.scale), grad_scores);
     tile_lane_sum<V>(t, edge, grad_scores, query_pairs, d, sums.grad_key);
   }
 

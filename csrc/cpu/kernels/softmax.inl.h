@@ -115,14 +115,6 @@ MHA_EXT_INLINE typename V::Vec as_weight(typename V::Vec p) {
   }
 }
 
-// What a tile's scores are measured against. Where rescaling is not part of the product, a maximum that grows by less
-// than kSlack stays what it was (as FlashAttention-4 does it): exponentials up to e^kSlack are as exact as others.
-template <class V>
-MHA_EXT_INLINE typename V::Vec next_maximum(typename V::Vec before, typename V::Vec found) {
-  constexpr typename V::Scalar kSlack = 8;
-  return V::kMultipliesTiles ? V::select(found > before + kSlack, found, before) : found;
-}
-
 // scores [key][lane] -> exp(score - maximum), and the running maximum, sum and rescale factors brought up to date.
 // `factor` is what the scores lack: positive.
 template <class V>
@@ -146,8 +138,7 @@ void softmax_tile(const Tile& t, const TileEdge& edge, typename V::Scalar factor
       m1 = V::max(m1, V::load(scores + (k + 1) * ld + c));
     }
     if (k < keys.end) m0 = V::max(m0, V::load(scores + k * ld + c));
-    const Vec found = V::kMultipliesTiles ? V::max(with_factor<V>(V::max(m0, m1), factor), before) : V::max(m0, m1);
-    const Vec maximum = next_maximum<V>(before, found);
+    const Vec maximum = V::kMultipliesTiles ? V::max(with_factor<V>(V::max(m0, m1), factor), before) : V::max(m0, m1);
     const Vec reference = finite_reference<V>(maximum);
     Vec sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     const auto exponentiate = [&](Scalar* score, Vec& sum) {

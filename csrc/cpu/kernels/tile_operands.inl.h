@@ -120,16 +120,16 @@ void split_key_pairs(const Tile& t, const TileEdge& edge, const float* rows, con
 }
 
 // P^T or dS^T of a tile as it lies, [key][lanes in pairs], in whole rows and columns of tiles; zero where there is no
-// key or no query.
+// key or no query. Times `factor`.
 template <class V, Known kKnown>
-void split_lane_pairs(const Tile& t, const float* rows, const SplitRows& dst) {
+void split_lane_pairs(const Tile& t, const float* rows, float factor, const SplitRows& dst) {
   const int64_t width = whole_depth(t.lanes);
   auto *high = reinterpret_cast<uint16_t*>(dst.high), *low = reinterpret_cast<uint16_t*>(dst.low);
   for (int64_t k = 0; k < round_up(t.key_count, kTileRows); ++k, high += width, low += width) {
     for (int64_t c = 0; c < width; c += V::kWidth) {
       const int64_t queries = k < t.key_count ? t.queries.count - c : 0;
       typename V::Vec x = V::zero();
-      if (queries > 0) x = V::load(rows + k * t.lanes + c);
+      if (queries > 0) x = V::load(rows + k * t.lanes + c) * factor;
       if (queries < V::kWidth) x = V::select(V::first_lanes(queries), x, V::zero());
       const HighLow<V, kKnown> split(x);
       V::store_halves(high + c, __builtin_convertvector(split.high >> 16, typename V::HalfVec));
